@@ -1,0 +1,1 @@
+"""Where each machine of a run lives: threads here, other processes later."""

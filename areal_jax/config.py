@@ -1,0 +1,194 @@
+"""Settings: how they are checked, frozen and written down.
+
+A setting is a field of a dataclass that stands beside the code it sets up.
+The dataclasses are open while flags are read (`ml_collections.config_flags`
+assigns to them); `resolve` then checks types and values of the whole tree and
+returns a frozen, hashable copy. A dataclass that has more to say about its
+values defines `validate(self, at)`, where `at` is its path in the tree, and
+calls `require` there. Checks that span several rooms live in `experiment.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import types
+import typing
+from typing import Any
+
+_SECRET = re.compile(
+    r'(api_?key|secret|password|passwd|token$|credential|authorization)', re.I
+)
+_SECRET_VALUE = re.compile(r'\b(sk-|hf_|ghp_|xox[abp]-|AKIA)[\w-]{8,}')
+REDACTED = '<redacted>'
+
+
+class ConfigError(ValueError):
+  """A user's mistake in the settings: one line, field, seen and wanted."""
+
+
+def require(right: bool, field: str, seen: Any, wanted: str) -> None:
+  """Raises `ConfigError` naming the field, the value seen and the one wanted."""
+  if not right:
+    raise ConfigError(f'{field} is {seen!r}, wanted {wanted}')
+
+
+def resolve(settings: Any, at: str = 'config') -> Any:
+  """Checks a tree of settings dataclasses and returns a frozen copy of it.
+
+  Raises:
+    ConfigError: a value of the wrong type, or one that `validate` refuses.
+  """
+  values = {}
+  hints = _type_hints(type(settings))
+  for field in dataclasses.fields(settings):
+    path = f'{at}.{field.name}'
+    value = getattr(settings, field.name)
+    value = _checked(value, hints[field.name], path)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+      value = resolve(value, path)
+    values[field.name] = value
+  frozen = _frozen_type(_open_type(type(settings)))(**values)
+  validate = getattr(frozen, 'validate', None)
+  if validate is not None:
+    validate(at)
+  return frozen
+
+
+def to_dict(settings: Any) -> Any:
+  """A tree of settings as plain data for JSON, secrets replaced."""
+  if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+    return {
+        f.name: _redacted(f.name, to_dict(getattr(settings, f.name)))
+        for f in dataclasses.fields(settings)
+    }
+  if isinstance(settings, dict):
+    return {str(k): _redacted(str(k), to_dict(v)) for k, v in settings.items()}
+  if isinstance(settings, (list, tuple)):
+    return [to_dict(v) for v in settings]
+  if isinstance(settings, float) and not math.isfinite(settings):
+    return str(settings)
+  if settings is None or isinstance(settings, (bool, int, float)):
+    return settings
+  return _SECRET_VALUE.sub(REDACTED, str(settings))
+
+
+def _redacted(name: str, value: Any) -> Any:
+  """Hides a value whose field name says that it is a secret."""
+  return REDACTED if value and _SECRET.search(name) else value
+
+
+def _checked(value: Any, hint: Any, path: str) -> Any:
+  """The value in the type that its field declares (int to float only)."""
+  origin = typing.get_origin(hint)
+  if hint is Any:
+    return value
+  if origin in (typing.Union, types.UnionType):
+    options = typing.get_args(hint)
+    if value is None and type(None) in options:
+      return None
+    for option in options:
+      if option is not type(None):
+        try:
+          return _checked(value, option, path)
+        except ConfigError:
+          continue
+    raise ConfigError(f'{path} is {value!r}, wanted {_type_name(hint)}')
+  if origin is tuple:
+    require(isinstance(value, (tuple, list)), path, value, _type_name(hint))
+    inner = typing.get_args(hint)
+    if len(inner) == 2 and inner[1] is Ellipsis:
+      inner = (inner[0],) * len(value)
+    require(len(inner) == len(value), path, value, _type_name(hint))
+    items = zip(value, inner)
+    return tuple(_checked(v, t, f'{path}[{i}]') for i, (v, t) in enumerate(items))
+  if origin is dict:
+    require(isinstance(value, dict), path, value, _type_name(hint))
+    return value
+  if origin is typing.Literal:
+    options = typing.get_args(hint)
+    require(value in options, path, value, f'one of {list(options)}')
+    return value
+  if hint is float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    require(number, path, value, 'a number')
+    return float(value)
+  if hint is int:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole, path, value, 'a whole number')
+    return value
+  if isinstance(hint, type):
+    require(isinstance(value, hint), path, value, f'a {hint.__name__}')
+  return value
+
+
+def _type_name(hint: Any) -> str:
+  return str(hint).replace('typing.', '')
+
+
+@functools.cache
+def _type_hints(kind: type) -> dict[str, Any]:
+  return typing.get_type_hints(_open_type(kind))
+
+
+def _open_type(kind: type) -> type:
+  """The dataclass as written, for one that `resolve` may have frozen."""
+  return getattr(kind, '_open', kind)
+
+
+@functools.cache
+def _frozen_type(kind: type) -> type:
+  """A subclass of the dataclass whose instances refuse assignment."""
+
+  def refuse(self, name, value):
+    if getattr(self, '_resolved', False):
+      raise AttributeError(
+          f'{kind.__name__}.{name} cannot be set: the settings are resolved'
+      )
+    object.__setattr__(self, name, value)
+
+  def hashed(self):
+    return hash(
+        tuple(_hashable(getattr(self, f.name)) for f in dataclasses.fields(self))
+    )
+
+  def initialise(self, **values):
+    kind.__init__(self, **values)
+    object.__setattr__(self, '_resolved', True)
+
+  return type(
+      kind.__name__,
+      (kind,),
+      {
+          '__module__': kind.__module__,
+          '__qualname__': kind.__qualname__,
+          '__init__': initialise,
+          '__setattr__': refuse,
+          '__hash__': hashed,
+          '_open': kind,
+      },
+  )
+
+
+def _hashable(value: Any) -> Any:
+  if isinstance(value, dict):
+    return tuple(sorted((k, _hashable(v)) for k, v in value.items()))
+  return value
+
+
+def open_for_flags(kind: type) -> None:
+  """Lets `ml_collections.config_flags` read a tree of settings dataclasses.
+
+  It takes a field's type as written and knows neither the strings that
+  postponed annotations leave there nor `Literal`; both are put right in place.
+  """
+  hints = _type_hints(kind)
+  for field in dataclasses.fields(kind):
+    hint = hints[field.name]
+    if typing.get_origin(hint) is typing.Literal:
+      hint = type(typing.get_args(hint)[0])
+    field.type = hint
+    if dataclasses.is_dataclass(hint):
+      open_for_flags(hint)

@@ -1,0 +1,1 @@
+"""Where problems come from and in which order they are drawn."""

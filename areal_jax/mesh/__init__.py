@@ -1,0 +1,1 @@
+"""Device slices, and the rules that lay arrays out on them."""

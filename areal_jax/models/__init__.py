@@ -1,0 +1,1 @@
+"""One Transformer whose families are rows of settings."""

@@ -1,0 +1,139 @@
+"""Attention of grouped query heads, for packed rows and for a paged cache.
+
+In flow queries, keys and values with RoPE applied and the queries scaled; out
+flows the mixture of values. N query heads share K key/value heads in groups of
+N / K, which are never repeated in memory. Scores, softmax and sums are float32
+whatever the inputs are. A query that may see nothing gets a finite mixture.
+
+`attend_grouped` is the plain form for any backend and any mesh, and the one
+that others are compared with.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+# Finite, so that a row that is masked whole has no NaN in value or gradient.
+MASKED = -1e30
+
+# Above this many heads the unrolled loop costs more to compile than it saves.
+_MOST_HEADS_UNROLLED = 16
+
+
+def attend(
+    q: Array, k: Array, v: Array, mask: Array, *, platform: str, shards: int
+) -> Array:
+  """Attention over rows, in the form that is fastest on the platform.
+
+  On two CPU cores, forward and backward at 24 rows of 128 tokens took, for
+  (N, K, H) = (4, 4, 24), (8, 4, 8), (8, 2, 32): 9.3, 31, 41 ms grouped; 4.3,
+  6.6, 15 ms by head. The latter's scores [B, T, T] stay in the cache of a core.
+
+  Args:
+    q: [B, T, N, H] scaled queries.
+    k: [B, C, K, H] keys.
+    v: [B, C, K, H] values.
+    mask: [B, T, C] True where a query may look.
+    platform: 'cpu', 'gpu' or 'tpu'.
+    shards: devices that the heads are cut over.
+
+  Returns:
+    [B, T, N, H] float32.
+  """
+  few = q.shape[2] <= _MOST_HEADS_UNROLLED
+  if platform == 'cpu' and shards == 1 and few:
+    return attend_by_head(q, k, v, mask)
+  return attend_grouped(q, k, v, mask)
+
+
+def attend_grouped(q: Array, k: Array, v: Array, mask: Array) -> Array:
+  """softmax(q kᵀ) v with the heads as batch axes; shapes as in `attend`."""
+  b, t, n, h = q.shape
+  q = q.reshape(b, t, k.shape[2], -1, h)
+  scores = jnp.einsum(
+      'btkrh,bckh->bkrtc', q, k, preferred_element_type=jnp.float32
+  )
+  weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED))
+  mixed = jnp.einsum(
+      'bkrtc,bckh->btkrh',
+      weights.astype(v.dtype),
+      v,
+      preferred_element_type=jnp.float32,
+  )
+  return mixed.reshape(b, t, n, h)
+
+
+def attend_by_head(q: Array, k: Array, v: Array, mask: Array) -> Array:
+  """The same one head after another, normalised after the last product."""
+  group = q.shape[2] // k.shape[2]
+  heads = []
+  for head in range(q.shape[2]):
+    own, shared = q[:, :, head], head // group
+    scores = jnp.einsum(
+        'bth,bch->btc',
+        own,
+        k[:, :, shared],
+        preferred_element_type=jnp.float32,
+    )
+    scores = jnp.where(mask, scores, MASKED)
+    # A constant shift: the result does not depend on it.
+    best = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - best)
+    mixed = jnp.einsum(
+        'btc,bch->bth',
+        weights.astype(v.dtype),
+        v[:, :, shared],
+        preferred_element_type=jnp.float32,
+    )
+    heads.append(mixed / weights.sum(-1, keepdims=True))
+  return jnp.stack(heads, 2)
+
+
+def attend_paged(
+    q: Array,
+    keys: Array,
+    values: Array,
+    layer: Array | int,
+    page_table: Array,
+    positions: Array,
+) -> Array:
+  """One query a slot over the slot's own pages, up to its position.
+
+  On two CPU cores, batched products took 214 and 399 us at (S, C, N, K, H) =
+  (64, 48, 4, 4, 24) and (64, 128, 8, 4, 8); multiplying and summing over
+  broadcast arrays took 2127 and 339 us, mixtures of both 328 to 1349.
+
+  Args:
+    q: [S, N, H] scaled queries.
+    keys: [L, pages, page, K, H] the cache.
+    values: [L, pages, page, K, H] the cache.
+    layer: which L.
+    page_table: [S, P] pages that hold a slot's first P · page positions.
+    positions: [S] last logical position that a slot sees.
+
+  Returns:
+    [S, N, H] float32.
+  """
+  s, n, h = q.shape
+  kv_heads, context = keys.shape[3], page_table.shape[1] * keys.shape[2]
+  # One gather of layer and page: a slice of the layer first would copy it.
+  k = keys[layer, page_table].reshape(s, context, kv_heads, h)
+  v = values[layer, page_table].reshape(s, context, kv_heads, h)
+  seen = jnp.arange(context) <= positions[:, None]
+  scores = jnp.einsum(
+      'skrh,sckh->skrc',
+      q.reshape(s, kv_heads, -1, h),
+      k,
+      preferred_element_type=jnp.float32,
+  )
+  weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED))
+  mixed = jnp.einsum(
+      'skrc,sckh->skrh',
+      weights.astype(v.dtype),
+      v,
+      preferred_element_type=jnp.float32,
+  )
+  return mixed.reshape(s, n, h)

@@ -1,0 +1,548 @@
+"""The policy: a decoder of RMSNorm, RoPE, grouped queries and a gated MLP.
+
+The modules are Flax NNX; every parameter carries the logical names of its axes.
+Outside of them parameters are a plain nested dict of arrays, with the layers
+stacked along a leading axis, so that optax, orbax and `jax.device_put` take
+them as they are. The functions below are pure and meant to be called inside of
+the caller's `jax.jit`, the config closed over.
+
+Three of them walk the same block: `hidden` over packed rows (training),
+`prefill` (keys and values of prompts) and `decode` (one token a slot from a
+paged cache). They differ only in the attention they hand to it, so that the
+engine's and the trainer's log-probabilities agree.
+
+Left to others: sampling (`rollout/`), losses (`losses/`), files (`hf.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.mesh.rules import Rules
+from areal_jax.models import attention
+from areal_jax.models.config import ModelConfig
+
+Array = jax.Array
+Mesh = jax.sharding.Mesh
+Params = dict[str, Any]
+
+# Logical axes of the cache [L, pages, page, K, H].
+CACHE_AXES = ('layer', 'pages', 'page', 'kv_heads', 'head')
+
+_ACTIVATIONS = {
+    'silu': jax.nn.silu,
+    'gelu_tanh': lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+# Of embeddings, as in GPT-2; matrices have 1 / sqrt(inputs) instead.
+_EMBEDDING_STD = 0.02
+
+# attend(layer, cache, q [M, N, H], k [M, K, H], v [M, K, H]) gives the mixture
+# [M, N, H], the cache with k and v in it, and what the caller collects.
+Attend = Callable[
+    [Array | int, Any, Array, Array, Array], tuple[Array, Any, Any]
+]
+
+
+# The modules.
+
+
+class Block(nnx.Module):
+  """All layers, stacked; a slice of its parameters along L is one layer."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    c = config
+    self.config = config
+    l, d, n, k, h = c.layers, c.width, c.heads, c.kv_heads, c.head_size
+    inside = 1 / math.sqrt(d)
+    # 2 L matrices add to the residual stream; this keeps its variance near 1.
+    shrink = 1 / math.sqrt(2 * l)
+
+    def matrix(shape, axes, std):
+      return _normal(rngs, (l, *shape), ('layer', *axes), std)
+
+    def constant(value, shape, axes):
+      return _constant(value, (l, *shape), ('layer', *axes))
+
+    self.attention_norm = constant(1, (d,), ('norm',))
+    self.query = matrix((d, n, h), ('embed', 'heads', 'head'), inside)
+    self.key = matrix((d, k, h), ('embed', 'kv_heads', 'head'), inside)
+    self.value = matrix((d, k, h), ('embed', 'kv_heads', 'head'), inside)
+    self.out = matrix(
+        (n, h, d), ('heads', 'head', 'embed'), shrink / math.sqrt(n * h)
+    )
+    if c.qkv_bias:
+      self.query_bias = constant(0, (n, h), ('heads', 'head'))
+      self.key_bias = constant(0, (k, h), ('kv_heads', 'head'))
+      self.value_bias = constant(0, (k, h), ('kv_heads', 'head'))
+    if c.qk_norm:
+      self.query_norm = constant(1, (h,), ('norm',))
+      self.key_norm = constant(1, (h,), ('norm',))
+    self.mlp_norm = constant(1, (d,), ('norm',))
+    f = c.mlp_width
+    self.gate = matrix((d, f), ('embed', 'mlp'), inside)
+    self.up = matrix((d, f), ('embed', 'mlp'), inside)
+    self.down = matrix((f, d), ('mlp', 'embed'), shrink / math.sqrt(f))
+
+  def __call__(
+      self,
+      x: Array,
+      rope: tuple[Array, Array],
+      layer: Array | int,
+      cache: Any,
+      attend: Attend,
+      layout: _Layout,
+  ) -> tuple[Array, Any, Any]:
+    """One layer on flat tokens; this module holds one layer's parameters.
+
+    Args:
+      x: [M, D] residual stream. Dense layers take flat tokens: products of
+        three dimensions are slow on CPU, in the backward pass above all.
+      rope: cosines and sines [M, 1, H / 2] of the tokens' positions.
+      layer: its number, for `attend`.
+      cache: passed to `attend` and on.
+      attend: see `Attend`.
+      layout: constrains activations.
+
+    Returns:
+      [M, D], the cache, and what `attend` gave to collect.
+    """
+    c = self.config
+    h = _rms_norm(x, self.attention_norm, c.norm_eps)
+    q = layout(_heads(h, self.query), 'tokens', 'heads', 'head')
+    k = layout(_heads(h, self.key), 'tokens', 'kv_heads', 'head')
+    v = layout(_heads(h, self.value), 'tokens', 'kv_heads', 'head')
+    if c.qkv_bias:
+      q = q + self.query_bias[...].astype(q.dtype)
+      k = k + self.key_bias[...].astype(k.dtype)
+      v = v + self.value_bias[...].astype(v.dtype)
+    if c.qk_norm:
+      q = _rms_norm(q, self.query_norm, c.norm_eps)
+      k = _rms_norm(k, self.key_norm, c.norm_eps)
+    q = _rotate(q, rope, scale=1 / math.sqrt(c.head_size))
+    k = _rotate(k, rope)
+    mixed, cache, collected = attend(layer, cache, q, k, v)
+    mixed = layout(mixed.astype(x.dtype), 'tokens', 'heads', 'head')
+    mixed = mixed.reshape(len(x), -1)
+    x = x + mixed @ self.out[...].astype(x.dtype).reshape(-1, c.width)
+    x = layout(x, 'tokens', 'width')
+    h = _rms_norm(x, self.mlp_norm, c.norm_eps)
+    gate = _ACTIVATIONS[c.activation](h @ self.gate[...].astype(h.dtype))
+    h = layout(gate * (h @ self.up[...].astype(h.dtype)), 'tokens', 'mlp')
+    x = x + h @ self.down[...].astype(h.dtype)
+    return layout(x, 'tokens', 'width'), cache, collected
+
+
+class Transformer(nnx.Module):
+  """Embedding, stacked layers, final norm, unembedding."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    v, d = config.padded_vocab_size, config.width
+    self.config = config
+    self.embedding = _normal(rngs, (v, d), ('vocab', 'embed'), _EMBEDDING_STD)
+    self.blocks = Block(config, rngs)
+    self.final_norm = _constant(1, (d,), ('norm',))
+    if not config.tied_embeddings:
+      std = 1 / math.sqrt(d)
+      self.unembedding = _normal(rngs, (d, v), ('embed', 'vocab'), std)
+
+  def walk(
+      self,
+      ids: Array,
+      positions: Array,
+      cache: Any,
+      attend: Attend,
+      layout: _Layout,
+  ) -> tuple[Array, Any, Any]:
+    """All layers on flat tokens.
+
+    Args:
+      ids: [M] tokens.
+      positions: [M] of each in its own sequence.
+      cache: carried through the layers whole, so that writes stay in place.
+      attend: see `Attend`.
+      layout: constrains activations.
+
+    Returns:
+      [M, D] of the last layer, the cache, and the collected stacked along L.
+    """
+    c = self.config
+    x = self.embedding[...][ids].astype(c.compute_dtype)
+    x = layout(x, 'tokens', 'width')
+    rope = _rope_angles(c, positions)
+    one_layer, stacked = nnx.split(self.blocks)
+
+    def step(carry, layer, weights):
+      x, cache = carry
+      block = nnx.merge(one_layer, weights)
+      x, cache, collected = block(x, rope, layer, cache, attend, layout)
+      return (x, cache), collected
+
+    if c.layer_loop == 'scan':
+      body = lambda carry, inputs: step(carry, *inputs)
+      if c.remat:
+        body = jax.checkpoint(body, prevent_cse=False)
+      layers = jnp.arange(c.layers)
+      (x, cache), collected = jax.lax.scan(body, (x, cache), (layers, stacked))
+      return x, cache, collected
+    body = jax.checkpoint(step, static_argnums=1) if c.remat else step
+    carry, rows = (x, cache), []
+    for layer in range(c.layers):
+      weights = jax.tree.map(lambda w: w[layer], stacked)
+      carry, collected = body(carry, layer, weights)
+      rows.append(collected)
+    return *carry, jax.tree.map(lambda *r: jnp.stack(r), *rows)
+
+  def unembed(self, x: Array, layout: _Layout) -> Array:
+    """Logits [M, V] float32 of the normed hidden states [M, D]."""
+    c = self.config
+    if c.tied_embeddings:
+      matrix = self.embedding[...].astype(x.dtype).T
+    else:
+      matrix = self.unembedding[...].astype(x.dtype)
+    logits = jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
+    logits = layout(logits, 'tokens', 'vocab')
+    if c.padded_vocab_size > c.vocab_size:
+      # Padded ids are never sampled and add nothing to a logsumexp.
+      exists = jnp.arange(c.padded_vocab_size) < c.vocab_size
+      logits = jnp.where(exists, logits, attention.MASKED)
+    return logits
+
+
+# Parameters.
+
+
+def init_params(
+    config: ModelConfig, seed: int, mesh: Mesh | None, rules: Rules | None
+) -> Params:
+  """Random parameters in float32, each created on the devices that hold it.
+
+  Matrices are normal with standard deviation 1 / sqrt(inputs), those that add
+  to the residual stream divided by sqrt(2 L) more; norms are 1 and biases 0.
+  The values depend on the seed and the shapes alone, not on the mesh.
+  """
+  shardings = None if mesh is None else param_shardings(config, mesh, rules)
+
+  def create(key):
+    return nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(key))))
+
+  # Without it a device's part of an array depends on how it is cut.
+  with jax.threefry_partitionable(True):
+    return jax.jit(create, out_shardings=shardings)(jax.random.key(seed))
+
+
+def abstract_params(config: ModelConfig) -> Params:
+  """The parameters as `jax.ShapeDtypeStruct`s."""
+  return nnx.to_pure_dict(nnx.state(_abstract(config)))
+
+
+def logical_axes(config: ModelConfig) -> Params:
+  """The parameters' axis names: tuples where the parameters have arrays."""
+  state = nnx.state(_abstract(config))
+  return nnx.to_pure_dict(
+      jax.tree.map(
+          lambda p: p.axes, state, is_leaf=lambda p: isinstance(p, nnx.Variable)
+      )
+  )
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules) -> Params:
+  """A `NamedSharding` for every parameter.
+
+  Raises:
+    ConfigError: an axis that does not divide over its mesh axis.
+  """
+  return jax.tree.map(
+      lambda p, axes: rules.sharding(axes, p.shape, mesh),
+      abstract_params(config),
+      logical_axes(config),
+  )
+
+
+# The three walks.
+
+
+def hidden(
+    config: ModelConfig,
+    params: Params,
+    ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> Array:
+  """Normed states of the last layer, for packed rows.
+
+  A token attends to those before it in its row that have its segment id; 0 is
+  padding, which is attended by none and whose states are finite.
+
+  Args:
+    config: of the policy.
+    params: of the policy.
+    ids: [B, T] tokens.
+    positions: [B, T] of each token in its own sequence.
+    segment_ids: [B, T] sequence of the row that a token belongs to, from 1.
+    mesh: where the parameters lie; None for one device.
+    rules: how they lie there.
+
+  Returns:
+    [B, T, D] in `config.compute_dtype`, to be passed to `unembed`.
+  """
+  model, layout = _merged(config, params), _Layout(mesh, rules)
+  attend = _packed_attention(segment_ids, layout, collect=False)
+  x, _, _ = model.walk(
+      ids.reshape(-1), positions.reshape(-1), None, attend, layout
+  )
+  x = _rms_norm(x, model.final_norm, config.norm_eps)
+  return x.reshape(*ids.shape, -1)
+
+
+def unembed(
+    config: ModelConfig,
+    params: Params,
+    x: Array,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> Array:
+  """Logits of normed states.
+
+  Args:
+    config: of the policy.
+    params: of the policy.
+    x: [..., D] as `hidden` returns.
+    mesh: where the parameters lie; None for one device.
+    rules: how they lie there.
+
+  Returns:
+    [..., V] float32, V padded; padded columns are -1e30.
+  """
+  model, layout = _merged(config, params), _Layout(mesh, rules)
+  logits = model.unembed(x.reshape(-1, config.width), layout)
+  return logits.reshape(*x.shape[:-1], -1)
+
+
+def forward(
+    config: ModelConfig,
+    params: Params,
+    ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> Array:
+  """Next-token logits [B, T, V] float32 of packed rows: `unembed(hidden)`."""
+  x = hidden(
+      config, params, ids, positions, segment_ids, mesh=mesh, rules=rules
+  )
+  return unembed(config, params, x, mesh=mesh, rules=rules)
+
+
+def prefill(
+    config: ModelConfig,
+    params: Params,
+    ids: Array,
+    lengths: Array,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> tuple[Array, Array]:
+  """Keys and values of whole sequences, for a cache; no logits.
+
+  Args:
+    config: of the policy.
+    params: of the policy.
+    ids: [B, T] tokens from position 0, padded on the right.
+    lengths: [B] real tokens of each row; what stands beyond is finite noise.
+    mesh: where the parameters lie; None for one device.
+    rules: how they lie there.
+
+  Returns:
+    Keys and values [L, B, T, K, H] in `config.compute_dtype`, keys rotated.
+  """
+  model, layout = _merged(config, params), _Layout(mesh, rules)
+  positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+  real = (positions < lengths[:, None]).astype(jnp.int32)
+  attend = _packed_attention(real, layout, collect=True)
+  _, _, collected = model.walk(
+      ids.reshape(-1), positions.reshape(-1), None, attend, layout
+  )
+  return collected
+
+
+def decode(
+    config: ModelConfig,
+    params: Params,
+    ids: Array,
+    positions: Array,
+    keys: Array,
+    values: Array,
+    page_table: Array,
+    write_ok: Array,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> tuple[Array, Array, Array]:
+  """One token a slot: writes its key and value, and returns its logits.
+
+  Logical position p of slot s lives at offset p % page of page
+  `page_table[s, p // page]`. Donate the cache: it is written in place.
+
+  Args:
+    config: of the policy.
+    params: of the policy.
+    ids: [S] tokens.
+    positions: [S] of each token, below P · page.
+    keys: [L, pages, page, K, H] the cache, axes `CACHE_AXES`.
+    values: [L, pages, page, K, H] the cache.
+    page_table: [S, P] pages of each slot; as many columns as are to be read.
+    write_ok: [S] bool; a slot with False writes nothing.
+    mesh: where the parameters lie; None for one device.
+    rules: how they lie there.
+
+  Returns:
+    Logits [S, V] float32, keys, values.
+  """
+  model, layout = _merged(config, params), _Layout(mesh, rules)
+  page = keys.shape[2]
+  column = (positions // page)[:, None]
+  pages = jnp.take_along_axis(page_table, column, axis=1, mode='clip')[:, 0]
+  # Past the end, where a scatter in mode 'drop' writes nothing.
+  pages = jnp.where(write_ok, pages, keys.shape[1])
+  offsets = positions % page
+
+  def attend(layer, cache, q, k, v):
+    keys, values = cache
+    at = (layer, pages, offsets)
+    keys = keys.at[at].set(k.astype(keys.dtype), mode='drop')
+    values = values.at[at].set(v.astype(values.dtype), mode='drop')
+    keys, values = layout(keys, *CACHE_AXES), layout(values, *CACHE_AXES)
+    mixed = attention.attend_paged(
+        q, keys, values, layer, page_table, positions
+    )
+    return mixed, (keys, values), None
+
+  x, cache, _ = model.walk(ids, positions, (keys, values), attend, layout)
+  x = _rms_norm(x, model.final_norm, config.norm_eps)
+  return model.unembed(x, layout), *cache
+
+
+# Helpers.
+
+
+class _Layout:
+  """Constrains activations to a mesh by their logical axes."""
+
+  def __init__(self, mesh: Mesh | None, rules: Rules | None):
+    self.mesh = mesh
+    self.rules = rules
+    devices = jax.devices() if mesh is None else mesh.devices.flat
+    self.platform = devices[0].platform
+    self.head_shards = 1 if mesh is None else rules.parts('heads', mesh)
+
+  def __call__(self, x: Array, *axes: str) -> Array:
+    if self.mesh is None or self.mesh.size == 1:
+      return x
+    sharding = self.rules.sharding(axes, x.shape, self.mesh)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _packed_attention(
+    segment_ids: Array, layout: _Layout, *, collect: bool
+) -> Attend:
+  """Causal attention within the segments of rows [B, T]."""
+  b, t = segment_ids.shape
+  same = segment_ids[:, :, None] == segment_ids[:, None, :]
+  mask = same & (segment_ids != 0)[:, None, :] & jnp.tri(t, dtype=bool)
+
+  def attend(layer, cache, q, k, v):
+    del layer
+    q, k, v = (x.reshape(b, t, *x.shape[1:]) for x in (q, k, v))
+    q = layout(q, 'batch', 'time', 'heads', 'head')
+    k = layout(k, 'batch', 'time', 'kv_heads', 'head')
+    v = layout(v, 'batch', 'time', 'kv_heads', 'head')
+    mixed = attention.attend(
+        q, k, v, mask, platform=layout.platform, shards=layout.head_shards
+    )
+    mixed = mixed.reshape(b * t, *mixed.shape[2:])
+    return mixed, cache, (k, v) if collect else None
+
+  return attend
+
+
+def _normal(rngs, shape, axes, std) -> nnx.Param:
+  value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
+  return nnx.Param(value, axes=axes)
+
+
+def _constant(value, shape, axes) -> nnx.Param:
+  return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
+
+
+def _abstract(config: ModelConfig) -> Transformer:
+  return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+
+
+def _merged(config: ModelConfig, params: Params) -> Transformer:
+  """The module around these parameters."""
+  structure, state = nnx.split(_abstract(config))
+  nnx.replace_by_pure_dict(state, params)
+  return nnx.merge(structure, state)
+
+
+def _heads(x: Array, matrix: nnx.Param) -> Array:
+  """[M, D] times [D, N, H] as one product of two dimensions."""
+  matrix = matrix[...].astype(x.dtype)
+  return (x @ matrix.reshape(len(matrix), -1)).reshape(-1, *matrix.shape[1:])
+
+
+def _rms_norm(x: Array, scale: nnx.Param, eps: float) -> Array:
+  """x / sqrt(mean(x²) + eps) · scale over the last axis, in float32."""
+  wide = x.astype(jnp.float32)
+  power = jnp.mean(jnp.square(wide), -1, keepdims=True)
+  wide = wide * jax.lax.rsqrt(power + eps) * scale[...].astype(jnp.float32)
+  return wide.astype(x.dtype)
+
+
+def _rope_angles(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
+  """Cosines and sines [M, 1, H / 2] float32 of positions [M]."""
+  angles = positions[:, None, None] * jnp.asarray(rope_frequencies(config))
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
+  """Radians a token, [H / 2] float32: theta^(-2i / H), scaled if set.
+
+  See https://arxiv.org/abs/2104.09864, and for the scaling
+  `apply_scaling` in https://github.com/meta-llama/llama-models.
+  """
+  halves = np.arange(0, config.head_size, 2) / config.head_size
+  frequencies = config.rope_theta**-halves
+  rope = config.rope_scaling
+  if rope.kind == 'llama3':
+    # How many times a wave fits in the context that was trained on.
+    turns = rope.original_max_length * frequencies / (2 * np.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    frequencies *= kept + (1 - kept) / rope.factor
+  return frequencies.astype(np.float32)
+
+
+def _rotate(
+    x: Array, rope: tuple[Array, Array], scale: float = 1.0
+) -> Array:
+  """Rotates the pairs (i, i + H / 2) of [M, heads, H], in float32."""
+  cos, sin = rope
+  first, second = jnp.split(x.astype(jnp.float32), 2, -1)
+  turned = jnp.concatenate(
+      [first * cos - second * sin, second * cos + first * sin], -1
+  )
+  return (turned * scale).astype(x.dtype)

@@ -1,0 +1,1 @@
+"""Verifiers: what an answer to a problem is worth."""

@@ -1,0 +1,97 @@
+"""Scoring beside generation: a reward function in killable processes.
+
+The controller gets a `Scorer` as a plain async function from a problem and a
+text to a `RewardResult`. An answer that hangs, crashes or confuses the verifier
+costs one result of status timeout, error or unparseable, counted, and never a
+score.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+from areal_jax.config import require
+from areal_jax.rewards import base
+from areal_jax.sandbox.pool import KillablePool
+from areal_jax.types import Problem
+from areal_jax.types import RewardResult
+from areal_jax.types import RewardStatus
+
+
+@dataclasses.dataclass
+class RewardSettings:
+  """Which reward function scores, and with how much of the machine.
+
+  Attributes:
+    function: 'package.module:function', see `base.py`.
+    workers: processes; one scores some thousand short answers a second.
+    timeout_s: seconds that scoring one answer may take.
+  """
+
+  function: str
+  workers: int = 1
+  timeout_s: float = 10.0
+
+  def validate(self, at: str) -> None:
+    require(self.workers >= 1, f'{at}.workers', self.workers, 'at least 1')
+    require(
+        self.timeout_s > 0,
+        f'{at}.timeout_s',
+        self.timeout_s,
+        'more than 0 seconds',
+    )
+
+  def check(self, at: str) -> None:
+    """Imports the function.
+
+    Apart from `validate`, so that a config can be read where the reward's
+    libraries are not installed.
+
+    Raises:
+      ConfigError: see `base.load_reward`.
+    """
+    base.load_reward(self.function, f'{at}.function')
+
+
+class Scorer:
+  """`await scorer(problem, text)` is the `RewardResult` of the text.
+
+  `counts` has the number of results of each status, by its value: 'ok',
+  'error', 'timeout', 'unparseable'.
+
+  Raises:
+    ConfigError: the spec names no reward function.
+  """
+
+  def __init__(self, spec: str, workers: int = 1, timeout_s: float = 10.0):
+    base.load_reward(spec)
+    self.spec = spec
+    self.counts = {status.value: 0 for status in RewardStatus}
+    self._counting = threading.Lock()  # several event loops may share a scorer
+    # The reward's module may take seconds to import; the fork server does it
+    # once, so that a worker that replaces a killed one has it at once.
+    self._pool = KillablePool(
+        workers, timeout_s, preload=(base.__name__, spec.partition(':')[0])
+    )
+
+  def start(self) -> None:
+    """Starts the workers; without it the first call does, in 0.2 to 0.4 s."""
+    self._pool.start()
+
+  async def __call__(self, problem: Problem, text: str) -> RewardResult:
+    """Scores the text that the policy wrote, without the prompt."""
+    outcome = await self._pool.run(base.apply, self.spec, problem, text)
+    if outcome.status == 'ok':
+      status, score, parts, detail = outcome.value
+    else:
+      status, score, parts, detail = outcome.status, None, {}, outcome.detail
+    with self._counting:
+      self.counts[status] += 1
+    return RewardResult(
+        RewardStatus(status), score, parts, detail, outcome.seconds
+    )
+
+  def close(self) -> None:
+    """Ends the workers."""
+    self._pool.close()

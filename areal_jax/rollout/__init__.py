@@ -1,0 +1,1 @@
+"""Generation: engines that never stop decoding, and what keeps them fed."""

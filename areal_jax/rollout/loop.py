@@ -1,0 +1,422 @@
+"""The engine loop: one thread a rollout replica that never stops decoding.
+
+Flows in: requests (from the client, any thread) and new weights (from the
+publisher). Flows out: a `Completion` for each request, by callback. Between
+two dispatches of up to k decode steps the loop takes new weights, admits
+waiting requests into free slots and hands finished ones back; it waits only
+when no slot is active and nothing is queued.
+
+What new weights do to requests in mid-sentence is the swap mode:
+
+* `recompute`: caches of running slots are rebuilt under the new weights and
+  decoding goes on (the paper's way; https://arxiv.org/abs/2505.24298 §4.1),
+* `keep`: decoding goes on over the old caches. The recorded log-probs are
+  still those of the distribution sampled from, but that is a mixture of
+  versions which no single set of weights reproduces,
+* `drain`: no admission until the running requests have ended, then the swap,
+* `restart`: running requests start over under the new weights.
+
+A request admitted after weights were handed over never starts on older ones:
+while weights are pending nothing is admitted.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+from typing import Any, Callable, Literal, Sequence
+
+import jax
+import numpy as np
+
+from areal_jax.rollout.engine import Engine, Prefix
+from areal_jax.telemetry.events import EventLog
+from areal_jax.types import Completion, Request, StopReason
+
+SwapMode = Literal['recompute', 'keep', 'drain', 'restart']
+Params = Any
+
+
+class EngineStopped(RuntimeError):
+  """The loop no longer runs; the cause is chained."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+  """A version and its parameters on this replica's mesh, never apart."""
+
+  version: int
+  params: Params
+
+  def ready(self) -> bool:
+    """Whether the transfer has arrived."""
+    return all(leaf.is_ready() for leaf in jax.tree.leaves(self.params))
+
+
+@dataclasses.dataclass
+class _Running:
+  """A request in a slot, with what it has said so far, dispatch by dispatch."""
+
+  request: Request
+  answer: Callable[[Completion | BaseException], None]
+  ids: list[np.ndarray] = dataclasses.field(default_factory=list)
+  logps: list[np.ndarray] = dataclasses.field(default_factory=list)
+  versions: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+  def __len__(self) -> int:
+    return sum(map(len, self.ids))
+
+
+@dataclasses.dataclass
+class LoopCounts:
+  """What a loop has done since it started. Read by others, written by it."""
+
+  tokens: int = 0
+  steps: int = 0
+  swaps: int = 0
+  rebuilt_tokens: int = 0
+  restarted_tokens: int = 0
+  prefills: int = 0
+  prefill_tokens: int = 0
+  idle_seconds: float = 0.0
+  busy_slot_steps: int = 0
+
+
+class EngineLoop:
+  """Runs one engine in a thread of its own.
+
+  Args:
+    engine: the programs and shapes.
+    name: lane name of this replica, e.g. '0'.
+    swap: what new weights do to running requests.
+    events: where spans go.
+    dispatch_lock: held around device work where slices share devices.
+  """
+
+  def __init__(
+      self,
+      engine: Engine,
+      name: str,
+      *,
+      swap: SwapMode,
+      events: EventLog,
+      dispatch_lock: contextlib.AbstractContextManager | None = None,
+  ):
+    self.engine = engine
+    self.name = name
+    self.swap_mode = swap
+    self.events = events
+    self.counts = LoopCounts()
+    self._device = dispatch_lock or contextlib.nullcontext()
+    self._wake = threading.Condition()
+    # Guarded by _wake: what others hand in.
+    self._queue: collections.deque[_Running] = collections.deque()
+    self._pending: tuple[Weights, Callable[[int], None]] | None = None
+    self._newest = -1
+    self._aborts: set[str] = set()
+    self._stopping = False
+    # Owned by the thread.
+    self._weights: Weights | None = None
+    self._state = None
+    self._slots: list[_Running | None] = [None] * engine.settings.slots
+    self._prefix: tuple[int, tuple[int, ...], Prefix] | None = None
+    self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+    self._thread: concurrent.futures.Future | None = None
+
+  # Called from other threads.
+
+  def start(self) -> None:
+    self._executor = concurrent.futures.ThreadPoolExecutor(
+        1, thread_name_prefix=f'engine-{self.name}'
+    )
+    self._thread = self._executor.submit(self._run)
+    self._thread.add_done_callback(self._ended)
+
+  def submit(
+      self,
+      request: Request,
+      answer: Callable[[Completion | BaseException], None],
+  ) -> None:
+    """Queues a request; `answer` is called once, from the loop's thread.
+
+    Raises:
+      ValueError: the engine's shapes cannot serve it.
+      EngineStopped: the loop has ended.
+    """
+    self.engine.check(request)
+    with self._wake:
+      if self._stopping:
+        raise EngineStopped(f'engine {self.name} no longer takes requests')
+      self._queue.append(_Running(request, answer))
+      self._wake.notify()
+
+  def abort(self, request_ids: Sequence[str]) -> None:
+    """Ends requests now; each answers with what it has, reason `aborted`."""
+    with self._wake:
+      self._aborts.update(request_ids)
+      self._wake.notify()
+
+  def set_weights(
+      self, version: int, params: Params, swapped: Callable[[int], None]
+  ) -> None:
+    """Hands over new weights; the newest wins. `swapped` acknowledges them."""
+    with self._wake:
+      if version < self._newest:
+        return
+      self._newest = version
+      self._pending = (Weights(version, params), swapped)
+      self._wake.notify()
+
+  def stop(self) -> None:
+    """Ends the thread after the dispatch that is under way."""
+    with self._wake:
+      self._stopping = True
+      self._wake.notify()
+    if self._executor:
+      self._executor.shutdown(wait=True)
+
+  @property
+  def load(self) -> int:
+    """Requests queued or running."""
+    return len(self._queue) + sum(s is not None for s in self._slots)
+
+  def failure(self) -> BaseException | None:
+    """What ended the thread, if it ended by itself."""
+    if self._thread and self._thread.done():
+      return self._thread.exception()
+    return None
+
+  # The thread.
+
+  def _run(self) -> None:
+    with self._device:
+      self._state = self.engine.init_decode_state()
+    while self._wait_for_work():
+      self._give_up_aborted()
+      self._take_weights()
+      self._admit()
+      self._decode()
+
+  def _wait_for_work(self) -> bool:
+    """Blocks while there is nothing to do; false when the loop shall end."""
+    with self._wake:
+      if self._idle():
+        start = time.monotonic()
+        # One wait, however often the condition is notified for nothing.
+        self._wake.wait_for(lambda: not self._idle())
+        idle = time.monotonic() - start
+        self.counts.idle_seconds += idle
+        self.events.record('idle', f'generate/{self.name}', start, idle)
+      return not self._stopping
+
+  def _idle(self) -> bool:
+    work = self._pending or self._aborts or self._any_running()
+    startable = self._queue and self._weights
+    return not (self._stopping or work or startable)
+
+  def _any_running(self) -> bool:
+    return any(s is not None for s in self._slots)
+
+  def _give_up_aborted(self) -> None:
+    with self._wake:
+      aborts, self._aborts = self._aborts, set()
+      if not aborts:
+        return
+      waiting = [r for r in self._queue if r.request.request_id in aborts]
+      kept = [r for r in self._queue if r.request.request_id not in aborts]
+      self._queue = collections.deque(kept)
+    slots = [
+        s
+        for s, r in enumerate(self._slots)
+        if r is not None and r.request.request_id in aborts
+    ]
+    if slots:
+      with self._device:
+        self._state = self.engine.release(self._state, slots)
+    for slot in slots:
+      waiting.append(self._slots[slot])
+      self._slots[slot] = None
+    for running in waiting:
+      running.answer(self._completion(running, StopReason.ABORTED, None))
+
+  def _take_weights(self) -> None:
+    """Swaps, if weights wait and the swap mode lets them in now."""
+    with self._wake:
+      pending = self._pending
+    if pending is None:
+      return
+    weights, swapped = pending
+    alive = [s for s, r in enumerate(self._slots) if r is not None]
+    if alive and (self.swap_mode == 'drain' or not weights.ready()):
+      return  # decode on; admission waits
+    with self._wake:
+      if self._pending is pending:
+        self._pending = None
+    start = time.monotonic()
+    jax.block_until_ready(weights.params)
+    self._weights = weights
+    # A9: no cache entry of the old weights may serve a new request.
+    self._prefix = None
+    tokens = 0
+    if alive and self.swap_mode == 'recompute':
+      tokens = self._rebuild(alive)
+    elif alive and self.swap_mode == 'restart':
+      self._restart(alive)
+    self.counts.swaps += 1
+    self.events.record(
+        'swap',
+        f'swap/{self.name}',
+        start,
+        time.monotonic() - start,
+        version=weights.version,
+        alive_before=len(alive),
+        alive_after=sum(s is not None for s in self._slots),
+        rebuilt_tokens=tokens,
+    )
+    swapped(weights.version)
+
+  def _rebuild(self, slots: list[int]) -> int:
+    lengths = [
+        len(self._slots[s].request.prompt_ids) + len(self._slots[s])
+        for s in slots
+    ]
+    start = time.monotonic()
+    with self._device:
+      self._state = self.engine.rebuild(
+          self._weights.params, self._state, slots, max(lengths)
+      )
+      jax.block_until_ready(self._state)
+    self.counts.rebuilt_tokens += sum(lengths)
+    self.events.record(
+        'rebuild',
+        f'rebuild/{self.name}',
+        start,
+        time.monotonic() - start,
+        version=self._weights.version,
+        slots=len(slots),
+        tokens=sum(lengths),
+    )
+    return sum(lengths)
+
+  def _restart(self, slots: list[int]) -> None:
+    with self._device:
+      self._state = self.engine.release(self._state, slots)
+    for slot in reversed(slots):
+      running = self._slots[slot]
+      self._slots[slot] = None
+      self.counts.restarted_tokens += len(running)
+      with self._wake:
+        self._queue.appendleft(_Running(running.request, running.answer))
+
+  def _admit(self) -> None:
+    """Puts waiting requests into free slots; one prefill serves a group."""
+    free = [s for s, r in enumerate(self._slots) if r is None]
+    while free:
+      with self._wake:
+        if self._pending or not self._queue or self._weights is None:
+          return
+        prompt = self._queue[0].request.prompt_ids
+        members = []
+        while (
+            self._queue
+            and len(members) < len(free)
+            and self._queue[0].request.prompt_ids == prompt
+        ):
+          members.append(self._queue.popleft())
+      slots, free = free[: len(members)], free[len(members) :]
+      for slot, running in zip(slots, members):
+        self._slots[slot] = running
+      with self._device:
+        prefix = self._prefix_of(prompt)
+        self._state = self.engine.insert_many(
+            prefix, self._state, slots, [m.request for m in members]
+        )
+
+  def _prefix_of(self, prompt: tuple[int, ...]) -> Prefix:
+    """The prompt's cache entries; siblings that came too late share them."""
+    version = self._weights.version
+    if self._prefix and self._prefix[:2] == (version, prompt):
+      return self._prefix[2]
+    padded = self.engine.pad_prompt(prompt)
+    with self.events.span('prefill', f'prefill/{self.name}', version=version):
+      prefix = self.engine.prefill(
+          params=self._weights.params,
+          padded_tokens=padded,
+          true_length=len(prompt),
+      )
+    self.counts.prefills += 1
+    self.counts.prefill_tokens += len(prompt)
+    self._prefix = (version, prompt, prefix)
+    return prefix
+
+  def _decode(self) -> None:
+    if not self._any_running():
+      return
+    version = self._weights.version
+    start = time.monotonic()
+    with self._device:
+      self._state, result = self.engine.generate_steps(
+          self._weights.params, self._state, self.engine.settings.steps
+      )
+      result = jax.device_get(result)
+    tokens = int(result.valid.sum())
+    self.counts.tokens += tokens
+    self.counts.busy_slot_steps += tokens
+    self.counts.steps += int(result.steps)
+    self.events.record(
+        'generate',
+        f'generate/{self.name}',
+        start,
+        time.monotonic() - start,
+        version=version,
+        tokens=tokens,
+        steps=int(result.steps),
+    )
+    drawn = result.valid.sum(axis=1)
+    for slot, running in enumerate(self._slots):
+      if running is None:
+        continue
+      n = int(drawn[slot])  # valid steps come first: a slot never wakes up
+      running.ids.append(result.tokens[slot, :n])
+      running.logps.append(result.logps[slot, :n])
+      running.versions.append(np.full(n, version, np.int32))
+      if not result.active[slot]:
+        self._slots[slot] = None
+        last = int(result.tokens[slot, n - 1])
+        stopped = bool(result.stopped[slot])
+        reason = StopReason.STOP if stopped else StopReason.LENGTH
+        running.answer(
+            self._completion(running, reason, last if stopped else None)
+        )
+
+  def _completion(
+      self, running: _Running, reason: StopReason, stop_id: int | None
+  ) -> Completion:
+    def joined(parts, dtype):
+      return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+
+    return Completion(
+        request_id=running.request.request_id,
+        ids=joined(running.ids, np.int32),
+        logps=joined(running.logps, np.float32),
+        versions=joined(running.versions, np.int32),
+        stop_reason=reason,
+        stop_id=stop_id,
+        weight_source=f'engine/{self.name}',
+    )
+
+  def _ended(self, thread: concurrent.futures.Future) -> None:
+    """Tells everyone who still waits that nobody will answer."""
+    cause = thread.exception()
+    error = EngineStopped(f'engine {self.name} ended')
+    error.__cause__ = cause
+    with self._wake:
+      self._stopping = True
+      waiting = list(self._queue) + [r for r in self._slots if r is not None]
+      self._queue.clear()
+    for running in waiting:
+      running.answer(error)

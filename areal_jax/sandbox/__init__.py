@@ -1,0 +1,1 @@
+"""Running other people's code: errors are named, hung work is killed."""

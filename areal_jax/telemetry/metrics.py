@@ -1,0 +1,488 @@
+"""The registry of metrics, and the files that their values go to.
+
+A metric is known here with unit, definition and healthy range before it can be
+written: a reader of `metrics.jsonl` or TensorBoard finds every name explained
+in docs/metrics.md, which this file prints:
+
+  python -m areal_jax.telemetry.metrics > docs/metrics.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import math
+import numbers
+import os
+import pathlib
+import time
+from typing import Any
+
+import tensorboardX
+
+from areal_jax.telemetry import jsonl, run_folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+  """One number that a run reports; None leaves a side of its range open."""
+
+  name: str
+  unit: str
+  definition: str
+  low: float | None = None
+  high: float | None = None
+
+
+_LEARNING = (
+    Metric(
+        'reward_mean',
+        'reward',
+        'Mean score of the answers trained in the step. It should rise; its'
+        ' range is that of the reward function.',
+    ),
+    Metric(
+        'reward_std',
+        'reward',
+        'Standard deviation of those scores over the step. Near 0 there is'
+        ' nothing left to compare.',
+        0.0,
+    ),
+    Metric(
+        'eval_accuracy',
+        'share',
+        'Share of held-out problems answered rightly by the version in the'
+        ' row; only in rows of an evaluation.',
+        0.0,
+        1.0,
+    ),
+    Metric(
+        'loss',
+        'reward',
+        'Objective that was minimised, over the loss tokens of the step. Its'
+        ' sign and size say little by themselves.',
+    ),
+    Metric(
+        'gradient_norm',
+        'norm',
+        'Global norm of the gradient before clipping, mean over the updates'
+        ' of the step.',
+        0.0,
+        10.0,
+    ),
+    Metric(
+        'learning_rate',
+        'per update',
+        'Learning rate of the last update of the step.',
+        0.0,
+    ),
+    Metric(
+        'entropy',
+        'nats/token',
+        'Mean entropy of the distribution over the vocabulary at the trained'
+        ' tokens. A fall to 0 means that exploration has ended.',
+        0.01,
+    ),
+    Metric(
+        'clip_fraction',
+        'share',
+        'Share of loss tokens whose ratio π_θ / π_prox was clipped.',
+        0.0,
+        0.3,
+    ),
+    Metric(
+        'kl_reference',
+        'nats/token',
+        'Mean estimate of KL(π_θ ‖ π_reference) on the trained tokens; only'
+        ' with a reference policy.',
+        0.0,
+        1.0,
+    ),
+    Metric(
+        'response_length_mean',
+        'tokens',
+        'Mean number of sampled tokens an answer.',
+        1.0,
+    ),
+    Metric(
+        'truncated_fraction',
+        'share',
+        'Share of answers that met the limit of new tokens, by their stop'
+        ' reason.',
+        0.0,
+        0.2,
+    ),
+    Metric(
+        'zero_variance_fraction',
+        'share',
+        'Share of groups whose members all have the same score, so that the'
+        ' group teaches nothing.',
+        0.0,
+        0.8,
+    ),
+    Metric(
+        'skipped_steps',
+        'steps',
+        'Steps since the start of the run that left the parameters alone,'
+        ' because a gradient was not finite or no token carried one.',
+        0.0,
+        0.0,
+    ),
+)
+
+_OFF_POLICY = (
+    Metric(
+        'staleness_mean',
+        'versions',
+        'Mean over the trained tokens of (version trained from) - (version'
+        ' that sampled the token).',
+        0.0,
+    ),
+    Metric(
+        'staleness_max',
+        'versions',
+        'The largest of these. At most η under the policies drop, fifo and'
+        ' mask; soft may exceed it.',
+        0.0,
+    ),
+    Metric(
+        'head_staleness_max',
+        'versions',
+        'The largest age of the oldest token of a group in the step.',
+        0.0,
+    ),
+    Metric(
+        'mixed_version_fraction',
+        'share',
+        'Share of trained answers whose tokens were sampled by two versions'
+        ' or more.',
+        0.0,
+        1.0,
+    ),
+    Metric(
+        'importance_weight_mean',
+        'ratio',
+        'Mean of π_prox / π_behav over the loss tokens. Its expectation is 1'
+        ' whatever the staleness.',
+        0.8,
+        1.25,
+    ),
+    Metric(
+        'importance_weight_max',
+        'ratio',
+        'The largest of these. One token of a large weight can rule a step.',
+        0.0,
+        20.0,
+    ),
+    Metric(
+        'logprob_gap_fresh_max',
+        'nats',
+        'Largest absolute difference between the log-probs of engine and'
+        ' trainer over tokens of staleness 0, where both used the same'
+        ' weights: an error of implementation or precision.',
+        0.0,
+        1e-4,
+    ),
+    Metric(
+        'logprob_gap_mean',
+        'nats',
+        'Mean absolute difference between the log-probs of engine and trainer'
+        ' over all trained tokens, stale ones included.',
+        0.0,
+        0.5,
+    ),
+    Metric(
+        'effective_sample_size',
+        'share',
+        '(Σ w)² / (N Σ w²) of the weights w = π_prox / π_behav over N loss'
+        ' tokens; 1 if all samples are fresh.',
+        0.5,
+        1.0,
+    ),
+)
+
+_FLOW = (
+    Metric(
+        'drawn',
+        'groups',
+        'Problems drawn since the start of the run (its lineage of'
+        ' checkpoints). drawn = trained + dropped + in_flight, always.',
+        0.0,
+    ),
+    Metric(
+        'trained',
+        'groups',
+        'Groups whose version has been published.',
+        0.0,
+    ),
+    Metric(
+        'dropped',
+        'groups',
+        'Groups that left untrained, each with a reason in the events.',
+        0.0,
+    ),
+    Metric(
+        'in_flight',
+        'groups',
+        'Groups admitted that are neither trained nor dropped: running, ready'
+        ' or in training. At most (η + 1) · B.',
+        0.0,
+    ),
+    Metric(
+        'running',
+        'groups',
+        'Groups being generated or scored.',
+        0.0,
+    ),
+    Metric(
+        'ready',
+        'groups',
+        'Finished groups that wait for training. Often 0: training waits for'
+        ' generation. Often at the limit: generation waits for training.',
+        0.0,
+    ),
+    Metric(
+        'groups_failed',
+        'groups',
+        'Groups since the start in which a member has no score.',
+        0.0,
+        0.0,
+    ),
+    Metric(
+        'reward_errors',
+        'answers',
+        'Answers since the start whose scoring raised an error. They have no'
+        ' score, and not a score of 0.',
+        0.0,
+        0.0,
+    ),
+    Metric(
+        'reward_timeouts',
+        'answers',
+        'Answers since the start whose scoring ran out of time.',
+        0.0,
+        0.0,
+    ),
+    Metric(
+        'reward_unparseable',
+        'answers',
+        'Answers since the start in which the verifier found nothing that it'
+        ' could score.',
+        0.0,
+    ),
+)
+
+_SYSTEM = (
+    Metric(
+        'rollout_tokens_per_s',
+        'tokens/s',
+        'Tokens sampled by all replicas, a second of wall time since the last'
+        ' row.',
+        0.0,
+    ),
+    Metric(
+        'trained_tokens_per_s',
+        'tokens/s',
+        'Sampled tokens consumed by updates, a second of wall time since the'
+        ' last row: the effective throughput.',
+        0.0,
+    ),
+    Metric(
+        'step_s',
+        's',
+        'Wall time from the start of this step to the start of the next, the'
+        ' wait for groups included.',
+        0.0,
+    ),
+    Metric(
+        'train_idle_fraction',
+        'share',
+        'Share of wall time in which the trainer waited for groups.',
+        0.0,
+        0.5,
+    ),
+    Metric(
+        'rollout_idle_fraction',
+        'share',
+        'Share of wall time in which a replica had no request to work on,'
+        ' mean over replicas.',
+        0.0,
+        0.1,
+    ),
+    Metric(
+        'swap_stall_ms',
+        'ms',
+        'Time for which decoding stood still to take new weights in, the'
+        ' rebuilding of caches included; mean over the swaps of the step.',
+        0.0,
+        1000.0,
+    ),
+    Metric(
+        'rebuilt_tokens',
+        'tokens',
+        'Tokens whose caches were recomputed after swaps, in the step.',
+        0.0,
+    ),
+    Metric(
+        'slots_busy_fraction',
+        'share',
+        'Share of decode slots that held a running answer, mean over decode'
+        ' dispatches.',
+        0.5,
+        1.0,
+    ),
+    Metric(
+        'padding_fraction',
+        'share',
+        'Share of token places in the microbatches of the step that were'
+        ' padding.',
+        0.0,
+        0.5,
+    ),
+    Metric(
+        'peak_rss_bytes',
+        'bytes',
+        'Most memory that the process has held resident so far; its children'
+        ' are not in it.',
+        0.0,
+    ),
+    Metric(
+        'recompiles',
+        'programs',
+        'XLA programs built since the end of the warm-up, those from the'
+        ' persistent cache included. Shapes are static, so each is a defect.',
+        0.0,
+        0.0,
+    ),
+)
+
+GROUPS: Mapping[str, tuple[Metric, ...]] = {
+    'learning': _LEARNING,
+    'off-policy': _OFF_POLICY,
+    'flow': _FLOW,
+    'system': _SYSTEM,
+}
+METRICS: Mapping[str, Metric] = {
+    metric.name: metric for group in GROUPS.values() for metric in group
+}
+_TAGS = {
+    metric.name: f'{group}/{metric.name}'
+    for group, members in GROUPS.items()
+    for metric in members
+}
+
+
+class MetricWriter:
+  """Appends rows to metrics.jsonl and TensorBoard; owned by one thread.
+
+  A row of metrics.jsonl holds `step`, `version`, `wall` (seconds since 1970),
+  the values by name, and `nonfinite`: the names of those that were NaN or
+  infinite, whose values are null. Each row is on disk when `write` returns.
+
+  Args:
+    folder: folder of the run; a file there is continued.
+    wall: clock of dates, in seconds since 1970.
+  """
+
+  def __init__(
+      self,
+      folder: str | os.PathLike,
+      *,
+      wall: Callable[[], float] = time.time,
+  ):
+    folder = pathlib.Path(folder)
+    self._wall = wall
+    self._file = jsonl.open_to_append(folder / run_folder.METRICS)
+    self._board = tensorboardX.SummaryWriter(
+        str(folder / run_folder.TENSORBOARD), flush_secs=5
+    )
+
+  def write(self, step: int, version: int, values: Mapping[str, Any]) -> None:
+    """Appends one row.
+
+    Args:
+      step: training steps done.
+      version: the version that the values speak of.
+      values: numbers (or arrays of one number on the host) by metric name.
+
+    Raises:
+      ValueError: a name that is not in `METRICS`.
+      TypeError: a value that is not one number.
+    """
+    unknown = sorted(set(values) - set(METRICS))
+    if unknown:
+      raise ValueError(
+          f'metrics {unknown} are not registered, wanted names of METRICS in'
+          ' areal_jax/telemetry/metrics.py (add them there with unit,'
+          ' definition and range)'
+      )
+    known = {name: _number(name, value) for name, value in values.items()}
+    wall = self._wall()
+    row = {'step': int(step), 'version': int(version), 'wall': wall}
+    nonfinite = [n for n, v in known.items() if not math.isfinite(v)]
+    row |= known | dict.fromkeys(nonfinite)
+    row['nonfinite'] = nonfinite
+    self._file.write(jsonl.line(row).encode())
+    self._file.flush()
+    for name, value in known.items():
+      # NaN is a value there: TensorBoard marks the place with a triangle.
+      self._board.add_scalar(_TAGS[name], value, step, walltime=wall)
+
+  def close(self) -> None:
+    """Writes what is waiting and closes the files. Again does nothing."""
+    self._file.close()
+    self._board.close()
+
+
+def documentation() -> str:
+  """The registry as Markdown: one table for each group."""
+  parts = [
+      '# Metrics',
+      '<!-- Printed by `python -m areal_jax.telemetry.metrics`: edit there -->',
+      'Every number that a run reports. `metrics.jsonl` holds one row a step'
+      ' with `step`, `version`, `wall` (seconds since 1970), these names, and'
+      ' `nonfinite`, the names of values that were NaN or infinite and are'
+      ' null in the row. In TensorBoard a metric stands under its group, such'
+      ' as `learning/reward_mean`. A row leaves out what was not measured. The'
+      ' healthy range is where a sound run is found; outside of it, look.',
+  ]
+  for group, members in GROUPS.items():
+    rows = [
+        f'| `{m.name}` | {m.unit} | {m.definition} | {_range(m)} |'
+        for m in members
+    ]
+    parts.append(f'## {group.capitalize()}')
+    parts.append(
+        '\n'.join(
+            ['| name | unit | definition | healthy |', '|---|---|---|---|']
+            + rows
+        )
+    )
+  return '\n\n'.join(parts) + '\n'
+
+
+def _range(metric: Metric) -> str:
+  low, high = metric.low, metric.high
+  if low is None and high is None:
+    return 'any'
+  if high is None:
+    return f'≥ {low:g}'
+  if low is None:
+    return f'≤ {high:g}'
+  return f'{low:g}' if low == high else f'{low:g} to {high:g}'
+
+
+def _number(name: str, value: Any) -> int | float:
+  """The value as a Python number; whole numbers stay whole."""
+  if isinstance(value, numbers.Integral):
+    return int(value)
+  try:
+    if isinstance(value, str):
+      raise TypeError('text')
+    return float(value)
+  except (TypeError, ValueError) as error:
+    raise TypeError(f'metric {name} is {value!r}, wanted one number') from error
+
+
+if __name__ == '__main__':
+  print(documentation(), end='')

@@ -1,0 +1,92 @@
+"""The folder that a run leaves behind, and files written into it whole.
+
+A saved run is never overwritten: a second run of the same name gets a folder
+of its own. JSON files appear complete or not at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+import resource
+import sys
+import tempfile
+from typing import Any
+
+from areal_jax.config import ConfigError, require
+from areal_jax.telemetry import jsonl
+
+# What lies in the folder of a run.
+CONFIG = 'config.json'  # the resolved settings, secrets redacted
+METRICS = 'metrics.jsonl'  # a row a step; `telemetry.metrics`
+EVENTS = 'events.jsonl'  # `telemetry.events`
+TRACE = 'trace.json'  # the same for Perfetto; `telemetry.trace`
+SAMPLES = 'samples.jsonl'  # `telemetry.samples`
+CURVES = 'curves.png'  # `telemetry.plots`
+SUMMARY = 'summary.json'
+TENSORBOARD = 'tensorboard'  # a folder of event files
+
+
+def new_run_folder(root: str | os.PathLike, name: str) -> pathlib.Path:
+  """Makes `root/name`, or `name-2`, `name-3`, ... where one holds anything.
+
+  Raises:
+    ConfigError: the name is no single path component, or the root cannot be
+      written.
+  """
+  single = name not in ('', '.', '..') and not set(name) & {'/', '\\', '\0'}
+  require(single, 'run name', name, 'one folder name')
+  root = pathlib.Path(root)
+  try:
+    root.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+      folder = root / (name if number == 1 else f'{name}-{number}')
+      try:
+        folder.mkdir()
+        return folder
+      except FileExistsError:
+        if folder.is_dir() and not any(folder.iterdir()):
+          # Ours only if it can be written, which a file shows for certain.
+          with tempfile.TemporaryFile(dir=folder):
+            return folder
+  except OSError as error:
+    raise ConfigError(
+        f'run folder {str(root / name)!r} cannot be made ({error}), wanted a'
+        ' folder that can be written'
+    ) from error
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+  """Writes a JSON file in one piece: readers see the old one or the new one.
+
+  Infinities become 'inf' or '-inf' and NaN null; numpy scalars and arrays,
+  paths and enumerations are taken as they are (`jsonl.plain`).
+
+  Raises:
+    TypeError: a value that JSON cannot hold.
+  """
+  path = pathlib.Path(path)
+  text = json.dumps(jsonl.plain(value), indent=2, ensure_ascii=False)
+  part = path.with_name(f'.{path.name}.{os.getpid()}.part')
+  try:
+    part.write_text(text + '\n', encoding='utf-8')
+    os.replace(part, path)
+  finally:
+    part.unlink(missing_ok=True)
+
+
+def peak_rss_bytes() -> int:
+  """The most memory this process has held resident so far, in bytes.
+
+  Children (reward workers) are not in it.
+  """
+  status = pathlib.Path('/proc/self/status')
+  if status.exists():
+    for text in status.read_text().splitlines():
+      if text.startswith('VmHWM:'):
+        return int(text.split()[1]) * 1024
+  # No procfs (macOS) or one without the line (some sandboxes).
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak if sys.platform == 'darwin' else peak * 1024

@@ -1,0 +1,121 @@
+"""Answers as they were trained, for people to read: `samples.jsonl`.
+
+One row an answer, with the version and log-probability of every sampled token.
+The file has a limit in bytes, because a long run would otherwise fill a disk;
+its last row says when the limit was met. It is no replay log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import os
+import pathlib
+
+import numpy as np
+
+from areal_jax.telemetry import jsonl
+
+
+class SampleWriter:
+  """Appends samples up to a limit; owned by one thread.
+
+  A file that an earlier attempt of the run left is continued, under the same
+  limit.
+
+  Args:
+    path: the file.
+    limit_bytes: size that the file will not exceed, last row included.
+
+  Raises:
+    ValueError: a limit too small for the row that reports it.
+  """
+
+  def __init__(self, path: str | os.PathLike, limit_bytes: int):
+    note = {'limit_bytes': limit_bytes, 'note': 'limit met, later samples lost'}
+    self._note = jsonl.line(note).encode()
+    if limit_bytes < len(self._note):
+      raise ValueError(
+          f'limit_bytes is {limit_bytes}, wanted at least {len(self._note)}'
+      )
+    self._limit = limit_bytes
+    self._file = jsonl.open_to_append(pathlib.Path(path))
+    self._size = self._file.seek(0, os.SEEK_END)
+    self._full = self._ends_with_note()
+
+  def write(
+      self,
+      *,
+      prompt: str,
+      completion: str,
+      reward: float | None,
+      versions: Sequence[int] | np.ndarray,
+      logps: Sequence[float] | np.ndarray,
+      step: int,
+      draw_index: int,
+      sample: int,
+      stop_reason: str | None,
+  ) -> bool:
+    """Appends one sample; returns False where the limit left no room for it.
+
+    Args:
+      prompt: text as the model saw it.
+      completion: text that it sampled.
+      reward: score, None where scoring gave none.
+      versions: [T] int, of the weights that sampled each token.
+      logps: [T] nats, of the distribution sampled from; written with as many
+        digits as float32 needs to be read back in bits.
+      step: training step that used it.
+      draw_index: draw of its problem.
+      sample: member of its group.
+      stop_reason: why it ended (a `types.StopReason` or its text).
+
+    Raises:
+      ValueError: versions and log-probs differ in length.
+    """
+    versions = np.asarray(versions, np.int64)
+    logps = np.asarray(logps, np.float32)
+    if versions.shape != logps.shape or versions.ndim != 1:
+      raise ValueError(
+          f'sample {draw_index}/{sample} has versions {versions.shape} and'
+          f' logps {logps.shape}, wanted one of each a token'
+      )
+    if self._full:
+      return False
+    row = jsonl.line(
+        {
+            'step': step,
+            'draw_index': draw_index,
+            'sample': sample,
+            'prompt': prompt,
+            'completion': completion,
+            'reward': reward,
+            'stop_reason': stop_reason,
+            'versions': versions,
+            'logps': [float(str(logp)) for logp in logps],
+        }
+    ).encode()
+    # Room for the note stays free, so that the note itself always fits.
+    if self._size + len(row) + len(self._note) > self._limit:
+      if self._size + len(self._note) <= self._limit:
+        self._append(self._note)
+      self._full = True
+      return False
+    self._append(row)
+    return True
+
+  def flush(self) -> None:
+    """Hands what was written to the operating system."""
+    self._file.flush()
+
+  def close(self) -> None:
+    """Closes the file. A second call does nothing."""
+    self._file.close()
+
+  def _append(self, row: bytes) -> None:
+    self._file.write(row)
+    self._size += len(row)
+
+  def _ends_with_note(self) -> bool:
+    """Whether an earlier attempt met the limit in this file."""
+    self._file.seek(max(0, self._size - len(self._note)))
+    return self._file.read() == self._note

@@ -1,0 +1,65 @@
+"""What every tokenizer offers, and how a prompt becomes token ids.
+
+A tokenizer turns text into ids and back and knows its special ids. It never
+adds a special token by itself: `render_prompt` is the one place where BOS is
+put in front, so that it is put there once. Chat templates are not here yet.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, Sequence
+
+from areal_jax.config import ConfigError
+from areal_jax.types import Message
+
+
+class Tokenizer(Protocol):
+  """Text to ids in `[0, vocab_size)` and back.
+
+  `eos_ids` are the ids that end an answer (none, one or several). `pad_id`
+  fills rows; padding is masked everywhere, so a tokenizer without an id of its
+  own for it may name any.
+  """
+
+  vocab_size: int
+  bos_id: int | None
+  eos_ids: tuple[int, ...]
+  pad_id: int
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of the text alone, without special tokens."""
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Text of the ids; special tokens decode to nothing."""
+
+
+def render_prompt(
+    tokenizer: Tokenizer,
+    prompt: str | tuple[Message, ...],
+    *,
+    add_bos: bool,
+) -> list[int]:
+  """Token ids of a prompt, from which an engine goes on.
+
+  Args:
+    tokenizer: the one that the policy was trained with.
+    prompt: plain text; the messages of a chat are refused.
+    add_bos: whether the policy wants BOS in front of every prompt.
+
+  Raises:
+    ConfigError: a chat prompt, `add_bos` without a BOS id, or no token at all.
+  """
+  if not isinstance(prompt, str):
+    raise ConfigError(
+        f'prompt is {len(prompt)} chat messages, wanted a text: this tokenizer'
+        ' has no chat template'
+    )
+  front = []
+  if add_bos:
+    if tokenizer.bos_id is None:
+      raise ConfigError('add_bos is True, but the tokenizer has no BOS id')
+    front = [tokenizer.bos_id]
+  ids = front + list(tokenizer.encode(prompt))
+  if not ids:
+    raise ConfigError(f'prompt is {prompt!r}, wanted at least one token')
+  return ids

@@ -1,0 +1,140 @@
+"""Sentencepiece models: reading one, and training one on a task's own text.
+
+A trained model has fixed special ids (padding 0, BOS 1, EOS 2, unknown 3),
+changes no character of a text (identity normalisation, no dummy prefix, every
+space kept), so that `decode(encode(x)) == x` where its alphabet covers x, and
+is the same file for the same texts. (U+2581, the mark sentencepiece stands for
+a space, is the exception: it decodes as a space.)
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+from typing import Iterable, Literal, Sequence
+
+import sentencepiece
+
+from areal_jax.config import ConfigError
+from areal_jax.config import require
+
+PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
+_SPECIAL = 4
+_LONGEST = 1 << 24  # bytes; the trainer's own 4,192 skips longer texts silently
+
+
+class SentencePieceTokenizer:
+  """A `Tokenizer` over a sentencepiece model file.
+
+  Raises:
+    ConfigError: the file is missing or is no sentencepiece model.
+  """
+
+  def __init__(self, path: str | os.PathLike):
+    self.path = str(path)
+    require(
+        pathlib.Path(path).is_file(),
+        'tokenizer path',
+        self.path,
+        'a sentencepiece model file',
+    )
+    self._processor = sentencepiece.SentencePieceProcessor()
+    try:
+      self._processor.Load(self.path)
+    except RuntimeError as error:  # what the C++ reader raises for a bad file
+      raise ConfigError(
+          f'tokenizer path is {self.path!r}, wanted a sentencepiece model'
+          f' file: {error}'
+      ) from error
+    processor = self._processor
+    self.vocab_size = processor.GetPieceSize()
+    bos, eos, pad = processor.bos_id(), processor.eos_id(), processor.pad_id()
+    self.bos_id = bos if bos >= 0 else None
+    self.eos_ids = (eos,) if eos >= 0 else ()
+    # Llama's models have no padding id. Padding is masked, so any id serves.
+    self.pad_id = pad if pad >= 0 else 0
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of the text alone, without special tokens."""
+    return self._processor.EncodeAsIds(text)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Text of the ids; special tokens decode to nothing."""
+    return self._processor.DecodeIds([int(i) for i in ids])
+
+
+def train_sentencepiece(
+    texts: Iterable[str],
+    path: str | os.PathLike,
+    *,
+    kind: Literal['char', 'bpe', 'unigram'] = 'char',
+    vocab_size: int | None = None,
+) -> pathlib.Path:
+  """Trains a model on the texts and writes it to `path`.
+
+  Args:
+    texts: what the model is to encode; any of them may hold line breaks.
+    path: the file to write, conventionally `*.model`.
+    kind: 'char' has a piece for each character of the texts and encodes others
+      as unknown; 'bpe' and 'unigram' fall back to bytes.
+    vocab_size: pieces, the four special ones included. 'char' needs none (all
+      its characters); with one that is too small it is refused rather than
+      cut.
+
+  Returns:
+    The path.
+
+  Raises:
+    ConfigError: no text, an unknown kind, or a size that cannot be reached.
+  """
+  texts = list(texts)
+  at = 'train_sentencepiece'
+  require(any(texts), f'{at}.texts', texts[:1], 'at least one text')
+  kinds = ('char', 'bpe', 'unigram')
+  require(kind in kinds, f'{at}.kind', kind, f'one of {kinds}')
+  if kind == 'char':
+    needed = len({' ' if c == '▁' else c for c in set().union(*texts)})
+    vocab_size = needed + _SPECIAL if vocab_size is None else vocab_size
+    require(
+        vocab_size >= needed + _SPECIAL,
+        f'{at}.vocab_size',
+        vocab_size,
+        f'at least {needed + _SPECIAL}: {needed} characters and {_SPECIAL}'
+        ' special pieces',
+    )
+  require(vocab_size is not None, f'{at}.vocab_size', None, 'a whole number')
+  model = io.BytesIO()
+  try:
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        model_type=kind,
+        vocab_size=vocab_size,
+        byte_fallback=kind != 'char',
+        # Where the texts hold no space, a later one would fall back to the
+        # bytes of U+2581 and decode as that.
+        required_chars='' if kind == 'char' else '▁',
+        character_coverage=1.0,
+        normalization_rule_name='identity',
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        pad_id=PAD_ID,
+        bos_id=BOS_ID,
+        eos_id=EOS_ID,
+        unk_id=UNK_ID,
+        max_sentence_length=_LONGEST,
+        num_threads=1,  # sums of floats in one order: the same file each time
+        minloglevel=2,  # the trainer reports every phase on stderr otherwise
+    )
+  except RuntimeError as error:  # what the C++ trainer raises
+    raise ConfigError(
+        f'{at}.vocab_size is {vocab_size}, which cannot be reached with kind'
+        f' {kind!r} on {len(texts)} texts: {error}'
+    ) from error
+  path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  draft = path.with_name(path.name + '.draft')
+  draft.write_bytes(model.getvalue())
+  os.replace(draft, path)  # whoever reads the path sees a whole model
+  return path

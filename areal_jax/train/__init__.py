@@ -1,0 +1,1 @@
+"""Training: packing, the jitted step, the trainer that owns the policy."""

@@ -1,0 +1,233 @@
+"""Variable-length answers into rows of one static shape.
+
+A row holds several trajectories one behind another; a microbatch holds `rows`
+rows of `row_tokens` tokens, always, so that the jitted step is compiled once.
+Which trajectories share a row is decided by Algorithm 1 of
+https://arxiv.org/abs/2505.24298. What is a loss token travels in the record
+(`loss_mask`) and is never inferred from an id, so the padding id may be any
+id of the vocabulary, the end of an answer included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from areal_jax.config import require
+from areal_jax.types import Microbatch
+from areal_jax.types import Trajectory
+
+# Values of the padding, by field of `Microbatch`. Padding is segment 0.
+_PADDING = {
+    'ids': 0,
+    'positions': 0,
+    'segment_ids': 0,
+    'loss_mask': 0.0,
+    'behavior_logps': 0.0,
+    'advantages': 0.0,
+    'versions': -1,
+    'temperatures': 1.0,
+}
+_WHOLE = ('ids', 'positions', 'segment_ids', 'versions')
+
+
+@dataclasses.dataclass
+class PackingSettings:
+  """The static shape [B, T] of a microbatch.
+
+  Attributes:
+    row_tokens: T, tokens in a row: no trajectory may be longer.
+    rows: B, rows in a microbatch; divisible by the shards of the rows.
+  """
+
+  row_tokens: int = 256
+  rows: int = 8
+
+  def validate(self, at: str) -> None:
+    require(
+        self.row_tokens >= 2, f'{at}.row_tokens', self.row_tokens, 'at least 2'
+    )
+    require(self.rows >= 1, f'{at}.rows', self.rows, 'at least 1')
+
+
+def allocate(
+    lengths: Sequence[int], capacity: int, minimum_bins: int = 1
+) -> list[list[int]]:
+  """Algorithm 1: bins of sequences within a token capacity.
+
+  Longest first: a sequence opens a new bin while there are fewer than
+  `minimum_bins` or where none can take it, and otherwise joins the bin with
+  the fewest sequences among those that can. Ties are settled without chance:
+  equal lengths go by index, equally full bins by load, then by age.
+
+  Args:
+    lengths: tokens in each sequence.
+    capacity: tokens in a bin.
+    minimum_bins: bins to open before any is shared.
+
+  Returns:
+    Indices into `lengths`, a list a bin, in the order they were put in.
+
+  Raises:
+    ValueError: a sequence exceeds the capacity (its index is named), or there
+      are fewer sequences than `minimum_bins`.
+  """
+  if lengths and len(lengths) < minimum_bins:
+    raise ValueError(
+        f'{len(lengths)} sequences do not fill minimum_bins={minimum_bins}'
+    )
+  bins: list[list[int]] = []
+  loads: list[int] = []
+  for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    length = lengths[index]
+    if length > capacity:
+      raise ValueError(
+          f'sequence {index} has {length} tokens, wanted at most {capacity}'
+      )
+    fitting = [b for b, load in enumerate(loads) if load + length <= capacity]
+    if len(bins) < minimum_bins or not fitting:
+      bins.append([index])
+      loads.append(length)
+    else:
+      chosen = min(fitting, key=lambda b: (len(bins[b]), loads[b], b))
+      bins[chosen].append(index)
+      loads[chosen] += length
+  return bins
+
+
+def allocate_rows(
+    lengths: Sequence[int], capacity: int, rows: int, minimum_bins: int = 1
+) -> list[list[int]]:
+  """Bins whose number is a multiple of `rows`, evenly filled where possible.
+
+  A microbatch costs the same whatever its rows hold, so sequences are spread
+  over rows that would stay empty. That never adds a microbatch; rows without
+  any sequence come last.
+
+  Raises:
+    ValueError: as `allocate`.
+  """
+  bins = allocate(lengths, capacity, minimum_bins)
+  wanted = -(-len(bins) // rows) * rows
+  if len(bins) < wanted <= len(lengths):
+    spread = allocate(lengths, capacity, wanted)
+    if len(spread) == wanted:
+      bins = spread
+  return bins + [[] for _ in range(wanted - len(bins))]
+
+
+def pack(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[np.ndarray],
+    settings: PackingSettings,
+) -> list[Microbatch]:
+  """Packs trajectories for the policy step.
+
+  Args:
+    trajectories: scored answers.
+    advantages: [T] float32 for each, in units of reward, unshifted.
+    settings: the static shape.
+
+  Returns:
+    Microbatches of [rows, row_tokens]; none for no trajectories.
+
+  Raises:
+    ValueError: a trajectory is longer than a row, or a field of it has
+      another length than its ids; draw_index and sample are named.
+  """
+  sequences = []
+  for trajectory, advantage in zip(trajectories, advantages, strict=True):
+    fields = {
+        'ids': trajectory.ids,
+        'loss_mask': trajectory.loss_mask,
+        'behavior_logps': trajectory.logps,
+        'advantages': advantage,
+        'versions': trajectory.versions,
+    }
+    where = f'draw {trajectory.draw_index} sample {trajectory.sample}'
+    _check(fields, settings, where)
+    sequences.append({**fields, 'temperatures': trajectory.temperature})
+  return _fill(sequences, settings)
+
+
+def pack_tokens(
+    sequences: Sequence[tuple[np.ndarray, np.ndarray]],
+    settings: PackingSettings,
+) -> list[Microbatch]:
+  """Packs (ids [T], loss_mask [T]) pairs for the supervised step.
+
+  The fields that only a sampled answer has keep their padding values.
+
+  Raises:
+    ValueError: a sequence is longer than a row, or its mask than its ids.
+  """
+  filled = []
+  for index, (ids, mask) in enumerate(sequences):
+    fields = {'ids': ids, 'loss_mask': mask}
+    _check(fields, settings, f'sequence {index}')
+    filled.append(fields)
+  return _fill(filled, settings)
+
+
+def padding_fraction(microbatches: Sequence[Microbatch]) -> float:
+  """Share of the packed positions that hold no token; 0 for no microbatch."""
+  size = sum(m.segment_ids.size for m in microbatches)
+  used = sum(int(np.count_nonzero(m.segment_ids)) for m in microbatches)
+  return 1.0 - used / size if size else 0.0
+
+
+def empty(settings: PackingSettings) -> Microbatch:
+  """A microbatch of padding alone, also the shapes and dtypes of any."""
+  shape = (settings.rows, settings.row_tokens)
+  return Microbatch(
+      **{
+          name: np.full(shape, value, _dtype(name))
+          for name, value in _PADDING.items()
+      }
+  )
+
+
+def _fill(
+    sequences: Sequence[Mapping[str, Any]], settings: PackingSettings
+) -> list[Microbatch]:
+  """Writes each sequence's fields into its row."""
+  lengths = [len(s['ids']) for s in sequences]
+  bins = allocate_rows(lengths, settings.row_tokens, settings.rows)
+  counting = np.arange(settings.row_tokens, dtype=np.int32)
+  packed = []
+  for first in range(0, len(bins), settings.rows):
+    microbatch = empty(settings)
+    arrays = microbatch.arrays()
+    for row, members in enumerate(bins[first : first + settings.rows]):
+      start = 0
+      for segment, index in enumerate(sorted(members), start=1):
+        end = start + lengths[index]
+        for name, value in sequences[index].items():
+          arrays[name][row, start:end] = value
+        arrays['positions'][row, start:end] = counting[: end - start]
+        arrays['segment_ids'][row, start:end] = segment
+        start = end
+    packed.append(microbatch)
+  return packed
+
+
+def _check(
+    fields: Mapping[str, np.ndarray], settings: PackingSettings, where: str
+) -> None:
+  length = len(fields['ids'])
+  if not 0 < length <= settings.row_tokens:
+    raise ValueError(
+        f'{where} has {length} tokens, wanted 1 to'
+        f' packing.row_tokens={settings.row_tokens}'
+    )
+  for name, value in fields.items():
+    if len(value) != length:
+      raise ValueError(
+          f'{where}: {name} has length {len(value)}, wanted the {length} of ids'
+      )
+
+
+def _dtype(name: str) -> type:
+  return np.int32 if name in _WHOLE else np.float32

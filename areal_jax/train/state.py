@@ -1,0 +1,89 @@
+"""What training carries from one step to the next, and what a checkpoint saves.
+
+`version` counts published policies; `counters.applied_updates` counts
+optimizer updates. They differ as soon as a step has several minibatches, or
+one that was skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+PyTree = Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=('trainable', 'frozen', 'optimizer'),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class Role:
+  """One network: the part that learns, the part that does not, its optimizer.
+
+  The policy has everything trainable, a reference everything frozen.
+  """
+
+  trainable: dict[str, PyTree]
+  frozen: dict[str, PyTree]
+  optimizer: PyTree = ()
+
+  @property
+  def params(self) -> dict[str, PyTree]:
+    """Both parts as the model takes them."""
+    return {**self.frozen, **self.trainable}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        'applied_updates',
+        'idle_updates',
+        'skipped_updates',
+        'consecutive_skips',
+    ),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class Counters:
+  """Minibatches by what came of them, int32 scalars on the device.
+
+  Attributes:
+    applied_updates: parameters moved; drives the learning-rate schedule.
+    idle_updates: no trained token had an advantage; nothing moved.
+    skipped_updates: the gradient was not finite; nothing moved.
+    consecutive_skips: of the latter, since an update was last applied.
+  """
+
+  applied_updates: jax.Array
+  idle_updates: jax.Array
+  skipped_updates: jax.Array
+  consecutive_skips: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=('roles', 'counters', 'version'),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """The whole state of training.
+
+  Attributes:
+    roles: 'policy', and 'reference' where the loss needs one.
+    counters: minibatches by outcome.
+    version: policies published; version 0 is the one training starts from.
+  """
+
+  roles: dict[str, Role]
+  counters: Counters
+  version: int = 0
+
+  @property
+  def policy(self) -> Role:
+    return self.roles['policy']

@@ -1,0 +1,340 @@
+"""The trainer: finished groups in, the next version of the policy out.
+
+It owns the train state. A step takes whole groups, gives every token its
+advantage, packs minibatches, computes proximal log-probs where they are
+needed, makes one update a minibatch and raises the version by one. It waits for
+nothing and publishes nothing: whoever calls `step` brings the groups and takes
+`params` to the engines.
+
+All of a step's work is handed to the devices before the first number is read
+back, and everything that is read comes in one transfer at its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Sequence
+
+from jax.sharding import Mesh
+import numpy as np
+
+from areal_jax.config import require
+from areal_jax.losses import advantages as advantages_lib
+from areal_jax.losses.advantages import AdvantageSettings
+from areal_jax.losses.policy import PolicyLoss
+from areal_jax.mesh.rules import Rules
+from areal_jax.models.config import ModelConfig
+from areal_jax.train import packing
+from areal_jax.train.optimizer import OptimizerSettings
+from areal_jax.train.packing import PackingSettings
+from areal_jax.train.state import TrainState
+from areal_jax.train.step import Outcome
+from areal_jax.train.step import policy_objective
+from areal_jax.train.step import TrainStep
+from areal_jax.types import Group
+from areal_jax.types import Microbatch
+from areal_jax.types import RewardStatus
+from areal_jax.types import StopReason
+from areal_jax.types import Trajectory
+
+
+@dataclasses.dataclass
+class TrainSettings:
+  """How a batch of groups becomes updates.
+
+  Attributes:
+    minibatches: updates a step; groups are dealt out to them in order. With
+      more than one, proximal log-probs cost a forward pass more.
+    max_consecutive_skips: minibatches in a row whose gradient may be without a
+      value before the run ends with an error.
+  """
+
+  minibatches: int = 1
+  max_consecutive_skips: int = 3
+  packing: PackingSettings = dataclasses.field(default_factory=PackingSettings)
+  advantages: AdvantageSettings = dataclasses.field(
+      default_factory=AdvantageSettings
+  )
+  loss: PolicyLoss = dataclasses.field(default_factory=PolicyLoss)
+  optimizer: OptimizerSettings = dataclasses.field(
+      default_factory=OptimizerSettings
+  )
+
+  def validate(self, at: str) -> None:
+    for name, least in (('minibatches', 1), ('max_consecutive_skips', 0)):
+      value = getattr(self, name)
+      require(value >= least, f'{at}.{name}', value, f'at least {least}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Minibatch:
+  """The groups of one update, packed.
+
+  Attributes:
+    microbatches: of the static shape.
+    tokens: loss tokens, the denominator of its loss.
+    teaches: whether a loss token has an advantage. If none has, nothing is to
+      be learned and the update is idle: without this, weight decay, momentum
+      and the KL term would go on moving a policy that no reward holds.
+  """
+
+  microbatches: tuple[Microbatch, ...]
+  tokens: float
+  teaches: bool
+
+
+class Trainer:
+  """Owns the policy that learns.
+
+  Args:
+    config: the model.
+    settings: see `TrainSettings`.
+    mesh: the train mesh.
+    rules: from logical axes to mesh axes.
+    params: the policy to start from, on the train mesh. They are taken over:
+      the arrays must not be used again by the caller.
+
+  Attributes:
+    state: the train state; assign one (on `state_shardings`) to resume.
+  """
+
+  def __init__(
+      self,
+      config: ModelConfig,
+      settings: TrainSettings,
+      mesh: Mesh,
+      rules: Rules,
+      params: Any,
+  ):
+    self._settings = settings
+    self._step = TrainStep(
+        config,
+        policy_objective(settings.loss),
+        settings.optimizer,
+        mesh,
+        rules,
+        settings.packing,
+        reference=settings.loss.kl_coefficient > 0,
+        recompute_proximal=settings.minibatches > 1,
+        max_consecutive_skips=settings.max_consecutive_skips,
+    )
+    self.state: TrainState = self._step.initial_state(params)
+
+  @property
+  def version(self) -> int:
+    """Of `params`: steps taken over the run's lineage."""
+    return int(self.state.version)
+
+  @property
+  def params(self) -> Any:
+    """The policy to publish.
+
+    Valid until the next `step`, whose updates take the buffers over: copy them
+    (across meshes `jax.device_put` does; on one mesh it may alias).
+    """
+    return self.state.policy.params
+
+  def state_shardings(self) -> TrainState:
+    """Where the parts of the state live, to place a loaded one."""
+    return self._step.state_shardings()
+
+  def warm_up(self) -> None:
+    """Compiles whatever a step will run."""
+    self._step.warm_up()
+
+  def step(self, groups: Sequence[Group]) -> dict[str, float]:
+    """Trains one batch and raises the version.
+
+    Args:
+      groups: in any order; they are sorted by draw, and members by sample, so
+        that the same groups give the same bits.
+
+    Returns:
+      Values of the metrics of `telemetry.metrics` that training can know, and
+      `trained_tokens`. What was not measured is absent.
+
+    Raises:
+      ValueError: fewer groups than minibatches, a group twice, one without any
+        trajectory, a trajectory without a score or longer than a row.
+      NonFiniteError: too many updates in a row were skipped.
+    """
+    groups = _in_order(groups, self._settings.minibatches)
+    version = self.version
+    minibatches = prepare(groups, self._settings)
+    placed = [
+        [self._step.place(m, part.tokens, version) for m in part.microbatches]
+        for part in minibatches
+    ]
+    proximal: list[Any] = [None] * len(placed)
+    if self._settings.minibatches > 1:
+      # For the whole batch before the first update: all minibatches share one
+      # centre of the trust region.
+      proximal = [
+          [self._step.proximal(self.state, batch) for batch in batches]
+          for batches in placed
+      ]
+    state, outcomes = self.state, []
+    for part, batches, logps in zip(minibatches, placed, proximal):
+      total = self._step.accumulate(state, batches, logps)
+      state, outcome = self._step.apply(state, total, teaches=part.teaches)
+      outcomes.append(outcome)
+    # Before reading back: the buffers of the state before are gone.
+    self.state = dataclasses.replace(state, version=version + 1)
+    fetched = self._step.fetch(outcomes, version)
+    return {
+        **describe(groups, version),
+        **summarize(fetched, [part.tokens for part in minibatches]),
+        'padding_fraction': packing.padding_fraction(
+            [m for part in minibatches for m in part.microbatches]
+        ),
+    }
+
+
+def prepare(
+    groups: Sequence[Group], settings: TrainSettings
+) -> list[Minibatch]:
+  """Advantages over the whole batch, then packed minibatches of groups.
+
+  Args:
+    groups: sorted by draw, members by sample.
+    settings: of the trainer.
+
+  Raises:
+    ValueError: a trajectory without a score, or longer than a row.
+  """
+  trajectories = [t for group in groups for t in group.trajectories]
+  values = iter(
+      advantages_lib.token_advantages(
+          settings.advantages,
+          np.array([_score(t) for t in trajectories]),
+          np.array([t.draw_index for t in trajectories]),
+          [t.loss_mask for t in trajectories],
+      )
+  )
+  minibatches = []
+  # Sizes differ by one group at most, the larger ones first.
+  for part in np.array_split(np.arange(len(groups)), settings.minibatches):
+    members = [t for index in part for t in groups[index].trajectories]
+    given = [next(values) for _ in members]
+    minibatches.append(
+        Minibatch(
+            tuple(packing.pack(members, given, settings.packing)),
+            float(sum(np.count_nonzero(t.loss_mask) for t in members)),
+            any(
+                np.any(np.asarray(t.loss_mask) * advantage)
+                for t, advantage in zip(members, given)
+            ),
+        )
+    )
+  return minibatches
+
+
+def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
+  """Metrics that the records alone tell.
+
+  Args:
+    groups: of one step.
+    version: V, the version that the step started from. A token is V - (its
+      version) old, and an answer is mixed if its tokens have two versions.
+  """
+  trajectories = [t for group in groups for t in group.trajectories]
+  sampled = [t.versions[t.loss_mask > 0] for t in trajectories]
+  ages = version - np.concatenate(sampled)
+  scores = np.array([_score(t) for t in trajectories])
+  draws = np.array([t.draw_index for t in trajectories])
+  values = {
+      'reward_mean': scores.mean(),
+      'reward_std': scores.std(),
+      'zero_variance_fraction': advantages_lib.fraction_zero_variance(
+          scores, draws
+      ),
+      'response_length_mean': np.mean([len(v) for v in sampled]),
+      'truncated_fraction': np.mean(
+          [t.stop_reason is StopReason.LENGTH for t in trajectories]
+      ),
+      'mixed_version_fraction': np.mean(
+          [len(set(v.tolist())) > 1 for v in sampled]
+      ),
+      'head_staleness_max': max(version - g.head_version for g in groups),
+  }
+  if ages.size:
+    values |= {'staleness_mean': ages.mean(), 'staleness_max': ages.max()}
+  return {name: float(value) for name, value in values.items()}
+
+
+def summarize(
+    outcomes: Sequence[Outcome], tokens: Sequence[float]
+) -> dict[str, float]:
+  """Metrics of a step from the sums of its updates.
+
+  Args:
+    outcomes: one an update.
+    tokens: loss tokens of each; its loss is a mean over them.
+  """
+  stats = {
+      # Plain Python: an eager jax operation here would compile in a step.
+      name: (max if name.endswith('_max') else sum)(
+          outcome.stats[name] for outcome in outcomes
+      )
+      for name in outcomes[0].stats
+  }
+  # A step whose answers are all masked has sums of 0 over 0 tokens.
+  count = max(1.0, stats['tokens_sum'])
+  norms = [o.gradient_norm for o in outcomes if math.isfinite(o.gradient_norm)]
+  weights = stats['importance_weight_sum']
+  squares = stats['importance_weight_squared_sum']
+  losses = [o.loss * part for o, part in zip(outcomes, tokens)]
+  values = {
+      'loss': sum(losses) / count,
+      'gradient_norm': np.mean(norms) if norms else math.nan,
+      'learning_rate': outcomes[-1].learning_rate,
+      'skipped_steps': outcomes[-1].idle_updates + outcomes[-1].skipped_updates,
+      'entropy': stats['entropy_sum'] / count,
+      'clip_fraction': stats['clipped_sum'] / count,
+      'importance_weight_mean': weights / count,
+      'importance_weight_max': stats['importance_weight_max'],
+      'logprob_gap_mean': stats['gap_sum'] / count,
+      'trained_tokens': stats['tokens_sum'],
+  }
+  if squares:
+    values['effective_sample_size'] = weights**2 / (count * squares)
+  if stats['fresh_tokens_sum']:
+    values['logprob_gap_fresh_max'] = stats['fresh_gap_max']
+  if 'reference_kl_sum' in stats:
+    values['kl_reference'] = stats['reference_kl_sum'] / count
+  return {name: float(value) for name, value in values.items()}
+
+
+def _in_order(groups: Sequence[Group], minibatches: int) -> list[Group]:
+  """Groups by draw and members by sample, checked."""
+  if len(groups) < minibatches:
+    raise ValueError(
+        f'{len(groups)} groups for train.minibatches={minibatches}, wanted at'
+        ' least as many'
+    )
+  ordered = sorted(groups, key=lambda group: group.draw_index)
+  for one, other in zip(ordered, ordered[1:]):
+    if one.draw_index == other.draw_index:
+      raise ValueError(f'draw {one.draw_index} comes twice, wanted once')
+  for group in ordered:
+    if not group.trajectories:
+      raise ValueError(f'group of draw {group.draw_index} has no trajectories')
+  return [
+      dataclasses.replace(
+          group,
+          trajectories=tuple(
+              sorted(group.trajectories, key=lambda t: t.sample)
+          ),
+      )
+      for group in ordered
+  ]
+
+
+def _score(trajectory: Trajectory) -> float:
+  if trajectory.reward.status is not RewardStatus.OK:
+    raise ValueError(
+        f'draw {trajectory.draw_index} sample {trajectory.sample} has reward'
+        f" status {trajectory.reward.status.value!r}, wanted 'ok'"
+    )
+  return trajectory.reward.score

@@ -1,0 +1,168 @@
+"""Publishing weights: from the train mesh to every rollout mesh.
+
+Flows in: (version, params) from the trainer. Flows out: the same values cast
+and resharded on each replica's mesh, handed over by a function of the replica.
+Decoding goes on meanwhile: the copy is dispatched here, and the replica takes
+it between two of its own dispatches. The newest version wins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import Any, Callable, Literal, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from areal_jax.telemetry.events import EventLog
+
+Params = Any
+Kind = Literal['full', 'adapter']
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """A replica as the publisher sees it.
+
+  Attributes:
+    name: for messages and events.
+    shardings: pytree of `NamedSharding`, where each parameter goes.
+    deliver: called with (version, params, swapped); it must call
+      `swapped(version)` once the replica runs these weights, or newer ones.
+  """
+
+  name: str
+  shardings: Any
+  deliver: Callable[[int, Params, Callable[[int], None]], None]
+
+
+class Handle:
+  """What became of one published version, replica by replica."""
+
+  def __init__(self, version: int, kind: Kind, names: Sequence[str]):
+    self.version = version
+    self.kind = kind
+    self._missing = set(names)
+    self._changed = threading.Condition()
+
+  def acknowledge(self, name: str) -> None:
+    with self._changed:
+      self._missing.discard(name)
+      self._changed.notify_all()
+
+  def wait(self, timeout_s: float) -> None:
+    """Waits until every replica runs this version or a newer one.
+
+    Raises:
+      TimeoutError: names the replicas that do not answer.
+    """
+    with self._changed:
+      if not self._changed.wait_for(lambda: not self._missing, timeout_s):
+        raise TimeoutError(
+            f'version {self.version} not taken after {timeout_s:g} s by'
+            f' replicas {sorted(self._missing)}'
+        )
+
+  @property
+  def missing(self) -> frozenset[str]:
+    """Replicas that still run older weights."""
+    with self._changed:
+      return frozenset(self._missing)
+
+
+class Publisher:
+  """Sends weights to all replicas and remembers the last version sent.
+
+  Args:
+    targets: the replicas.
+    dtype: floating dtype on the rollout side, or None to leave it.
+    events: where spans go.
+  """
+
+  def __init__(
+      self,
+      targets: Sequence[Target],
+      *,
+      events: EventLog,
+      dtype: str | None = None,
+  ):
+    self._targets = tuple(targets)
+    self._events = events
+    self._cast = jax.jit(
+        lambda params: jax.tree.map(
+            lambda x: x.astype(dtype)
+            if dtype and jnp.issubdtype(x.dtype, jnp.floating)
+            else x,
+            params,
+        )
+    )
+    self._dtype = dtype
+    self._latest: tuple[int, dict[str, Params]] | None = None
+    self._handles: list[Handle] = []
+
+  def publish(
+      self, version: int, params: Params, kind: Kind = 'full'
+  ) -> Handle:
+    """Sends `params`, which may live on any mesh and may be donated afterwards.
+
+    Raises:
+      ValueError: a version that is not newer than the last one.
+    """
+    if self._latest and version <= self._latest[0]:
+      raise ValueError(
+          f'version {version} published after {self._latest[0]}, wanted a'
+          ' newer one'
+      )
+    start = time.monotonic()
+    handle = Handle(version, kind, [t.name for t in self._targets])
+    self._handles = [h for h in self._handles if h.missing] + [handle]
+    if self._dtype:
+      params = self._cast(params)
+    sent = {}
+    for target in self._targets:
+      # Never an alias: the train step donates its buffers to the next step.
+      sent[target.name] = jax.device_put(
+          params, target.shardings, may_alias=False
+      )
+    self._latest = (version, sent)
+    for target in self._targets:
+      target.deliver(
+          version, sent[target.name], self._swapped(target.name)
+      )
+    self._events.record(
+        'publish',
+        'publish',
+        start,
+        time.monotonic() - start,
+        version=version,
+        replicas=len(self._targets),
+    )
+    return handle
+
+  def latest(self) -> tuple[int, dict[str, Params]]:
+    """The version published last and its parameters, by replica name."""
+    if self._latest is None:
+      raise LookupError('no version has been published')
+    return self._latest
+
+  def get(self, version: int) -> dict[str, Params]:
+    """Parameters of a version that is still held.
+
+    Raises:
+      LookupError: only the newest version is held.
+    """
+    held, params = self.latest()
+    if held != version:
+      raise LookupError(f'version {version} is not held, only {held} is')
+    return params
+
+  def _swapped(self, name: str) -> Callable[[int], None]:
+    def swapped(version: int) -> None:
+      # A replica that skipped a version acknowledges it with a newer one.
+      for handle in list(self._handles):
+        if handle.version <= version:
+          handle.acknowledge(name)
+
+    return swapped

@@ -1,0 +1,1 @@
+"""Experiments: each file returns one `Experiment` and holds no machinery."""

@@ -1,0 +1,35 @@
+"""Eight pretended CPU devices for every test, and where outside data lies."""
+
+import os
+import pathlib
+
+# Before jax starts: XLA sizes its thread pool from NPROC, and two slices that
+# dispatch collectives side by side deadlock in a smaller pool.
+os.environ.setdefault('NPROC', '16')
+os.environ['JAX_PLATFORMS'] = 'cpu'
+_FLAG = '--xla_force_host_platform_device_count=8'
+if _FLAG not in os.environ.get('XLA_FLAGS', ''):
+  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}'.strip()
+
+import pytest  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def _outside(variable: str, default: str) -> pathlib.Path:
+  folder = pathlib.Path(os.environ.get(variable) or ROOT / default)
+  if not folder.is_dir():
+    pytest.skip(f'{variable}: no folder {folder}')
+  return folder
+
+
+@pytest.fixture(scope='session')
+def golden_dir() -> pathlib.Path:
+  """Outputs of other people's implementations (AREAL_GOLDEN)."""
+  return _outside('AREAL_GOLDEN', '../shared/golden')
+
+
+@pytest.fixture(scope='session')
+def data_dir() -> pathlib.Path:
+  """Real data sets, tokenizers and small models (AREAL_DATA)."""
+  return _outside('AREAL_DATA', '../shared/data')

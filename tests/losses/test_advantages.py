@@ -1,0 +1,330 @@
+"""Advantages by hand, for uneven groups, and on host against device."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax import config
+from areal_jax.losses import advantages
+from areal_jax.losses.advantages import AdvantageSettings
+
+# Two groups, interleaved and uneven: 7 has rewards 0, 1, 2 and 3 has 5, 9.
+_REWARDS = np.array([0.0, 5.0, 1.0, 9.0, 2.0])
+_GROUPS = np.array([7, 3, 7, 3, 7])
+
+
+def test_group_normalized_by_hand():
+  # Means 1 and 7; unbiased std 1 and √8.
+  result = advantages.group_normalized(_REWARDS, _GROUPS, epsilon=0.0)
+  expected = [-1.0, -2 / np.sqrt(8), 0.0, 2 / np.sqrt(8), 1.0]
+  np.testing.assert_allclose(result, expected, rtol=1e-6)
+  assert result.dtype == np.float32
+
+
+def test_biased_std_divides_by_the_count():
+  result = advantages.group_normalized(
+      _REWARDS, _GROUPS, unbiased=False, epsilon=0.0
+  )
+  deviation = np.sqrt(2 / 3)
+  expected = [-1 / deviation, -1.0, 0.0, 1.0, 1 / deviation]
+  np.testing.assert_allclose(result, expected, rtol=1e-6)
+
+
+def test_epsilon_is_added_to_the_std():
+  result = advantages.group_normalized(_REWARDS, _GROUPS, epsilon=1.0)
+  np.testing.assert_allclose(result[[0, 4]], [-0.5, 0.5], rtol=1e-6)
+
+
+def test_without_std_only_the_mean_goes():
+  np.testing.assert_array_equal(
+      advantages.group_normalized(_REWARDS, _GROUPS, std=False),
+      [-1.0, -2.0, 0.0, 2.0, 1.0],
+  )
+
+
+def test_batch_normalized_by_hand():
+  result = advantages.batch_normalized([1.0, 2.0, 3.0], epsilon=0.0)
+  np.testing.assert_allclose(result, [-1.0, 0.0, 1.0], rtol=1e-6)
+
+
+def test_leave_one_out_by_hand():
+  # Means of the others: (1 + 2)/2, 9, (0 + 2)/2, 5, (0 + 1)/2.
+  np.testing.assert_array_equal(
+      advantages.leave_one_out(_REWARDS, _GROUPS), [-1.5, -4.0, 0.0, 4.0, 1.5]
+  )
+
+
+def _each_group_alone(function, rewards, group_ids):
+  """Slow plain version: every group is handed in by itself."""
+  result = np.zeros(len(rewards), np.float32)
+  for group in set(group_ids.tolist()):
+    members = group_ids == group
+    result[members] = function(rewards[members], group_ids[members])
+  return result
+
+
+@pytest.mark.parametrize(
+    'function', [advantages.group_normalized, advantages.leave_one_out]
+)
+def test_other_groups_do_not_matter(function):
+  random = np.random.default_rng(0)
+  group_ids = random.integers(-3, 5, 40)
+  rewards = random.normal(size=40)
+  np.testing.assert_allclose(
+      function(rewards, group_ids),
+      _each_group_alone(function, rewards, group_ids),
+      rtol=1e-6,
+  )
+  # A failed member of one group leaves every other group as it was.
+  lost = np.flatnonzero(group_ids == group_ids[0])[0]
+  others = group_ids != group_ids[lost]
+  rest = np.delete(np.arange(40), lost)
+  np.testing.assert_array_equal(
+      function(rewards[rest], group_ids[rest])[others[rest]],
+      function(rewards, group_ids)[others],
+  )
+
+
+def test_a_group_statistic_by_stride_is_caught():
+  """Planted fault: groups of 4 by position, after one sample failed."""
+
+  def by_stride(rewards, size):
+    blocks = [rewards[i : i + size] for i in range(0, len(rewards), size)]
+    return np.concatenate([b - b.mean() for b in blocks])
+
+  rewards = np.array([0.0, 0, 1, 1, 5, 5, 6, 6])
+  group_ids = np.repeat([0, 1], 4)
+  full = advantages.group_normalized(rewards, group_ids, std=False)
+  np.testing.assert_array_equal(full, by_stride(rewards, 4))
+  rewards, group_ids = np.delete(rewards, 0), np.delete(group_ids, 0)
+  uneven = advantages.group_normalized(rewards, group_ids, std=False)
+  np.testing.assert_array_equal(uneven[3:], full[4:])
+  assert np.abs(by_stride(rewards, 4)[3:] - full[4:]).max() > 1
+
+
+@pytest.mark.parametrize('value', [0.3, 0.1, 1 / 3, 1e8])
+@pytest.mark.parametrize('size', [1, 2, 3, 4, 7])
+def test_equal_rewards_give_exactly_zero(value, size):
+  """Case A5: no rounding error of the mean divided by epsilon."""
+  rewards, group_ids = np.full(size, value), np.zeros(size, int)
+  for result in (
+      advantages.group_normalized(rewards, group_ids, epsilon=0.0),
+      advantages.batch_normalized(rewards, epsilon=0.0),
+      advantages.leave_one_out(rewards, group_ids),
+      advantages.token_normalized([rewards], [np.ones(size)])[0],
+  ):
+    np.testing.assert_array_equal(result, np.zeros(size))
+
+
+def test_groups_without_variance_are_counted():
+  """Case A5, and a group of one, which has no others to compare with."""
+  ones, thirds = [1.0] * 4, [0.3] * 3
+  rewards = np.array(ones + thirds)
+  group_ids = np.array([0] * 4 + [1] * 3)
+  assert advantages.fraction_zero_variance(rewards, group_ids) == 1.0
+  rewards = np.append(rewards, [0, 1, 5])
+  group_ids = np.append(group_ids, [2, 2, 3])
+  assert advantages.fraction_zero_variance(rewards, group_ids) == 0.75
+  assert advantages.fraction_zero_variance([], []) == 0.0
+
+
+@pytest.mark.parametrize('sampled', [0, 1])
+def test_normalising_zero_or_one_token_is_finite(sampled):
+  """Case A5: whitening over 0 or 1 valid token."""
+  mask = np.array([0, sampled, 0])
+  values = np.array([np.nan, 3.0, np.inf])
+  (result,) = advantages.token_normalized([values], [mask])
+  np.testing.assert_array_equal(result, np.zeros(3))
+
+
+def test_nothing_in_is_nothing_out():
+  assert advantages.group_normalized([], []).shape == (0,)
+  assert advantages.token_normalized([], []) == []
+  assert advantages.token_advantages(AdvantageSettings('gae'), [], [], []) == []
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf])
+def test_a_reward_that_is_not_finite_is_refused(bad):
+  with pytest.raises(ValueError, match=r'rewards\[1\] is'):
+    advantages.group_normalized([0.0, bad], [0, 0])
+
+
+def test_group_ids_of_another_length_are_refused():
+  with pytest.raises(ValueError, match=r'group_ids have shape \(1,\)'):
+    advantages.leave_one_out([0.0, 1.0], [0])
+
+
+# Dispatch.
+
+
+@pytest.mark.parametrize(
+    'settings, expected',
+    [
+        (
+            AdvantageSettings('group', epsilon=0.0),
+            advantages.group_normalized(_REWARDS, _GROUPS, epsilon=0.0),
+        ),
+        (
+            AdvantageSettings('batch', unbiased=False, epsilon=0.5),
+            advantages.batch_normalized(_REWARDS, unbiased=False, epsilon=0.5),
+        ),
+        (
+            AdvantageSettings('leave_one_out', std=False),
+            advantages.leave_one_out(_REWARDS, _GROUPS),
+        ),
+    ],
+    ids=lambda x: getattr(x, 'kind', ''),
+)
+def test_each_kind_reaches_its_function(settings, expected):
+  result = advantages.sequence_advantages(settings, _REWARDS, _GROUPS)
+  np.testing.assert_array_equal(result, expected)
+
+
+def test_gae_has_no_advantage_of_a_sequence():
+  with pytest.raises(ValueError, match="kind is 'gae'"):
+    advantages.sequence_advantages(AdvantageSettings('gae'), _REWARDS, _GROUPS)
+
+
+def test_rewards_are_biased_scaled_and_clipped_in_this_order():
+  settings = AdvantageSettings(
+      'group', std=False, reward_bias=-0.5, reward_scale=10.0, reward_clip=4.0
+  )
+  # 0, 1, 0.6 -> -5, 5, 1 -> -4, 4, 1, of mean 1/3.
+  result = advantages.sequence_advantages(settings, [0.0, 1.0, 0.6], [0, 0, 0])
+  np.testing.assert_allclose(result, [-13 / 3, 11 / 3, 2 / 3], rtol=1e-5)
+
+
+def test_sequence_advantages_go_to_the_sampled_tokens():
+  settings = AdvantageSettings('leave_one_out', std=False)
+  first, second = advantages.token_advantages(
+      settings, [0.0, 1.0], [4, 4], [[0, 1, 0, 1], [0, 0, 1]]
+  )
+  np.testing.assert_array_equal(first, [0, -1, 0, -1])
+  np.testing.assert_array_equal(second, [0, 0, 1])
+  assert first.dtype == second.dtype == np.float32
+
+
+def test_the_papers_advantage_by_hand():
+  """γ = λ = 1: every token has its reward, normalised over tokens."""
+  short, long = advantages.token_advantages(
+      AdvantageSettings('gae', epsilon=0.0),
+      [5.0, -5.0],
+      [0, 1],
+      [[0, 1], [0, 1, 1, 1]],
+  )
+  # Tokens 5, -5, -5, -5: mean -2.5, unbiased std 5.
+  np.testing.assert_allclose(short, [0, 1.5], rtol=1e-6)
+  np.testing.assert_allclose(long, [0, -0.5, -0.5, -0.5], rtol=1e-6)
+
+
+def test_discount_counts_sampled_tokens_only():
+  """Rewards 8 and 0; tokens 2, 4, 8 and 0 around a tool's two tokens."""
+  settings = AdvantageSettings('gae', std=False, gamma=0.5)
+  first, second = advantages.token_advantages(
+      settings, [8.0, 0.0], [0, 0], [[0, 1, 1, 0, 0, 1, 0], [0, 1]]
+  )
+  np.testing.assert_allclose(first, [0, -1.5, 0.5, 0, 0, 4.5, 0], rtol=1e-6)
+  np.testing.assert_allclose(second, [0, -3.5], rtol=1e-6)
+
+
+def test_lengths_that_differ_are_refused():
+  with pytest.raises(ValueError, match='1 loss_masks with 2 rewards'):
+    advantages.token_advantages(AdvantageSettings(), [0.0, 1.0], [0, 0], [[1]])
+
+
+@pytest.mark.parametrize('gamma, lam', [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
+def test_gae_on_the_host_is_gae_on_the_device(gamma, lam):
+  random = np.random.default_rng(2)
+  lengths = [3, 9, 6, 1]
+  masks = [(random.random(n) < 0.6).astype(np.float32) for n in lengths]
+  rewards = random.normal(size=4).astype(np.float32)
+  settings = AdvantageSettings('gae', gamma=gamma, lam=lam)
+  host = advantages.token_advantages(settings, rewards, np.arange(4), masks)
+
+  # All four packed into one row of 20 with the reward at the last sampled one.
+  packed = np.zeros((3, 1, 20), np.float32)  # rewards, mask, segment ids
+  at = 0
+  for number, (mask, reward) in enumerate(zip(masks, rewards), start=1):
+    last = np.flatnonzero(mask)[-1:]
+    packed[0, 0, at + last] = reward
+    packed[1, 0, at : at + len(mask)] = mask
+    packed[2, 0, at : at + len(mask)] = number
+    at += len(mask)
+  row, _ = advantages.gae(packed[0], 0.0, *packed[1:], gamma=gamma, lam=lam)
+  device = np.split(np.asarray(row)[0], np.cumsum(lengths))[:4]
+  device = advantages.token_normalized(device, masks)
+  for one, other in zip(host, device):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+# GAE on the device.
+
+
+def _gae(rewards, values, mask, segment_ids, gamma=0.5, lam=0.5):
+  arrays = [jnp.atleast_2d(jnp.asarray(x)) for x in (rewards, values, mask)]
+  result = advantages.gae(
+      *arrays, jnp.atleast_2d(jnp.asarray(segment_ids)), gamma=gamma, lam=lam
+  )
+  return [np.asarray(x)[0] for x in result]
+
+
+def test_gae_by_hand():
+  # δ = [0 + .5·2 - 1, 0 + .5·4 - 2, 8 - 4] = [0, 0, 4]; A = [.25, 1, 4]
+  result, returns = _gae([0.0, 0.0, 8.0], [1.0, 2.0, 4.0], [1, 1, 1], [1, 1, 1])
+  np.testing.assert_allclose(result, [0.25, 1.0, 4.0])
+  np.testing.assert_allclose(returns, [1.25, 3.0, 8.0])
+
+
+def test_gae_passes_over_masked_tokens_whatever_they_hold():
+  plain, plain_returns = _gae(
+      [0.0, 0.0, 8.0], [1.0, 2.0, 4.0], [1, 1, 1], [1, 1, 1]
+  )
+  nan = np.nan
+  result, returns = _gae(
+      [nan, 0.0, 0.0, nan, nan, 8.0, nan],
+      [nan, 1.0, 2.0, np.inf, nan, 4.0, nan],
+      [0, 1, 1, 0, 0, 1, 0],
+      [1, 1, 1, 1, 1, 1, 0],
+  )
+  sampled = [1, 2, 5]
+  np.testing.assert_array_equal(result[sampled], plain)
+  np.testing.assert_array_equal(returns[sampled], plain_returns)
+  np.testing.assert_array_equal(np.delete(result, sampled), np.zeros(4))
+
+
+def test_gae_starts_anew_in_each_segment():
+  first = ([0.0, 1.0], [0.5, 0.25], [1, 1], [1, 1])
+  second = ([0.0, 9.0, 2.0], [3.0, 4.0, 5.0], [0, 1, 1], [1, 1, 1])
+  packed = [np.concatenate([a, b]) for a, b in zip(first, second)]
+  packed[3] = np.array([1, 1, 2, 2, 2])
+  result, returns = _gae(*packed)
+  parts = [_gae(*first), _gae(*second)]
+  np.testing.assert_array_equal(result, np.concatenate([p[0] for p in parts]))
+  np.testing.assert_array_equal(returns, np.concatenate([p[1] for p in parts]))
+
+
+def test_gae_with_lambda_one_is_return_minus_value():
+  rewards, values = [1.0, 2.0, 3.0], [0.1, 0.2, 0.3]
+  result, returns = _gae(rewards, values, [1] * 3, [1] * 3, gamma=1.0, lam=1.0)
+  np.testing.assert_allclose(returns, [6.0, 5.0, 3.0], rtol=1e-6)
+  np.testing.assert_allclose(result, returns - np.array(values), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    'values, field',
+    [
+        (dict(kind='grpo'), 'advantages.kind'),
+        (dict(kind='leave_one_out'), 'advantages.std'),
+        (dict(gamma=0.9), 'advantages.gamma'),
+        (dict(kind='batch', lam=0.9), 'advantages.lam'),
+        (dict(kind='gae', gamma=1.5), 'advantages.gamma'),
+        (dict(epsilon=-1.0), 'advantages.epsilon'),
+        (dict(reward_clip=0.0), 'advantages.reward_clip'),
+        (dict(reward_scale=float('nan')), 'advantages.reward_scale'),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(values, field):
+  with pytest.raises(config.ConfigError, match=field):
+    config.resolve(AdvantageSettings(**values), 'advantages')
+  with pytest.raises(config.ConfigError, match=field):
+    advantages.token_advantages(AdvantageSettings(**values), [], [], [])

@@ -1,0 +1,187 @@
+"""Log-probs of tokens against hand-worked numbers and a slow plain version."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.losses import logprobs, policy
+
+# Compiled once a shape, where eager operations would be compiled one by one.
+token_logps = jax.jit(logprobs.token_logps)
+
+_LOG_SOFTMAX_420 = -0.142932  # log_softmax([4, 2, 0])[0]
+
+
+def _plain(logits, ids, segment_ids, temperatures):
+  """One token after the other, in float64."""
+  rows, tokens = ids.shape
+  logps, entropy = np.zeros((rows, tokens)), np.zeros((rows, tokens))
+  for b in range(rows):
+    for t in range(1, tokens):
+      if segment_ids[b, t] == 0 or segment_ids[b, t] != segment_ids[b, t - 1]:
+        continue
+      scaled = logits[b, t - 1].astype(np.float64) / (temperatures[b, t] or 1)
+      logp = scaled - np.log(np.exp(scaled).sum())
+      logps[b, t] = logp[ids[b, t]]
+      entropy[b, t] = -(np.exp(logp) * logp).sum()
+  return logps, entropy
+
+
+@pytest.fixture(scope='module')
+def packed():
+  """Two rows: segments of 3 and 4 with padding of 1; one segment of 8."""
+  random = np.random.default_rng(0)
+  return dict(
+      logits=random.normal(size=(2, 8, 5), scale=2).astype(np.float32),
+      ids=random.integers(0, 5, (2, 8)).astype(np.int32),
+      segment_ids=np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8], np.int32),
+      temperatures=random.choice([0.5, 1.0, 1.5], (2, 8)).astype(np.float32),
+  )
+
+
+def test_temperature_divides_before_the_softmax():
+  """Case A1."""
+  logits = jnp.array([[[2.0, 1.0, 0.0], [9.0, 9.0, 9.0]]])
+  logps, _ = token_logps(
+      logits, jnp.array([[1, 0]]), jnp.ones((1, 2), int), jnp.full((1, 2), 0.5)
+  )
+  np.testing.assert_allclose(logps, [[0.0, _LOG_SOFTMAX_420]], atol=1e-5)
+
+
+def test_temperature_is_that_of_the_predicted_token():
+  logits = jnp.array([[[2.0, 1.0, 0.0]] * 2])
+  temperatures = jnp.array([[7.0, 0.5]])
+  logps, _ = token_logps(
+      logits, jnp.array([[1, 0]]), jnp.ones((1, 2), int), temperatures
+  )
+  np.testing.assert_allclose(logps[0, 1], _LOG_SOFTMAX_420, atol=1e-5)
+
+
+def test_temperature_zero_counts_as_one(packed):
+  at = {
+      t: token_logps(
+          **{**packed, 'temperatures': np.full((2, 8), t, np.float32)}
+      )[0]
+      for t in (0.0, 1.0)
+  }
+  np.testing.assert_array_equal(at[0.0], at[1.0])
+
+
+def test_agrees_with_the_plain_version(packed):
+  logps, entropy = token_logps(**packed)
+  plain_logps, plain_entropy = _plain(**packed)
+  np.testing.assert_allclose(logps, plain_logps, atol=2e-6)
+  np.testing.assert_allclose(entropy, plain_entropy, atol=2e-6)
+  assert logps.dtype == entropy.dtype == jnp.float32
+
+
+def test_log_probs_at_temperature_one_are_caught(packed):
+  """Planted fault: the trainer forgets the temperature."""
+  plain, _ = _plain(**packed)
+  faulty = {**packed, 'temperatures': np.ones((2, 8), np.float32)}
+  gap = lambda inputs: np.abs(token_logps(**inputs)[0] - plain).mean()
+  assert gap(packed) < 1e-4
+  assert gap(faulty) > 0.05
+
+
+def test_first_tokens_and_padding_have_zero(packed):
+  logps, entropy = token_logps(**packed)
+  expected = [[0, 1, 1, 0, 1, 1, 1, 0], [0] + [1] * 7]
+  np.testing.assert_array_equal(np.asarray(logps) != 0, expected)
+  np.testing.assert_array_equal(np.asarray(entropy) != 0, expected)
+
+
+def test_neighbours_in_a_row_do_not_matter(packed):
+  """The second segment alone in a row has the same log-probs."""
+  part = {k: v[:1, 3:7] for k, v in packed.items()}
+  alone = token_logps(**part)[0]
+  np.testing.assert_allclose(
+      alone, token_logps(**packed)[0][:1, 3:7], atol=1e-6
+  )
+
+
+def test_uniform_logits_have_the_entropy_of_the_vocabulary():
+  _, entropy = token_logps(
+      jnp.zeros((1, 2, 8)),
+      jnp.zeros((1, 2), int),
+      jnp.ones((1, 2), int),
+      jnp.ones((1, 2)),
+  )
+  np.testing.assert_allclose(entropy, [[0.0, np.log(8)]], rtol=1e-6)
+
+
+def test_nan_logits_that_predict_nothing_touch_nothing(packed):
+  """Attention over nothing but padding leaves NaN in padded rows."""
+
+  def loss(logits):
+    inputs = {**packed, 'logits': logits}
+    logps, entropy = token_logps(**inputs)
+    return jnp.sum(logps) + jnp.sum(entropy)
+
+  step = jax.jit(jax.value_and_grad(loss))
+  poisoned = packed['logits'].copy()
+  poisoned[0, [2, 6, 7]] = np.nan  # ends of both segments, padding
+  poisoned[1, 7] = np.inf
+  value, gradient = step(jnp.asarray(poisoned))
+  clean, clean_gradient = step(jnp.asarray(packed['logits']))
+  assert value == clean
+  np.testing.assert_array_equal(gradient, clean_gradient)
+  assert not np.any(np.asarray(gradient)[0, [2, 6, 7]])
+
+
+def test_a_ruled_out_token_leaves_entropy_and_gradient_finite():
+  def entropy(logits):
+    _, entropy = token_logps(
+        logits[None],
+        jnp.array([[0, 1]]),
+        jnp.ones((1, 2), int),
+        jnp.ones((1, 2)),
+    )
+    return entropy[0, 1]
+
+  logits = jnp.array([[1.0, 0.0, -jnp.inf], [0.0, 0.0, 0.0]])
+  value, gradient = jax.jit(jax.value_and_grad(entropy))(logits)
+  p = 1 / (1 + np.exp(-1))
+  expected = -p * np.log(p) - (1 - p) * np.log(1 - p)
+  np.testing.assert_allclose(value, expected, rtol=1e-6)
+  assert np.all(np.isfinite(gradient))
+
+
+def _taught(mask, ids, segment_ids):
+  """Positions whose prediction gets a gradient from the supervised loss."""
+
+  def loss(logits):
+    logps, _ = token_logps(logits, ids, segment_ids, jnp.ones(ids.shape))
+    return policy.sft_loss(logps, mask, denominator=mask.sum())
+
+  gradient = jax.jit(jax.grad(loss))(jnp.zeros((*ids.shape, 8)))
+  return np.any(np.asarray(gradient) != 0, axis=-1)
+
+
+# Case A6: pad id and end id are both 0. Prompt [3], answer [5, 7, 0], padding.
+_IDS = jnp.array([[3, 5, 7, 0, 0, 0]])
+_SEGMENT_IDS = jnp.array([[1, 1, 1, 1, 0, 0]])
+_MASK = np.array([[0, 1, 1, 1, 0, 0]], np.float32)
+
+
+def test_end_token_is_learnt_where_it_equals_padding():
+  taught = _taught(_MASK, _IDS, _SEGMENT_IDS)
+  # The logits one position earlier predict each token of the answer.
+  np.testing.assert_array_equal(taught, [[1, 1, 1, 0, 0, 0]])
+
+
+@pytest.mark.parametrize('shift', [-1, 1])
+def test_a_mask_shifted_by_one_is_caught(shift):
+  """Planted fault: the answer's own tokens are no longer what is taught."""
+  right = _taught(_MASK, _IDS, _SEGMENT_IDS)
+  faulty = _taught(np.roll(_MASK, shift, axis=1), _IDS, _SEGMENT_IDS)
+  assert not np.array_equal(faulty, right)
+
+
+def test_half_precision_logits_are_taken_to_float32_first(packed):
+  half = {**packed, 'logits': jnp.asarray(packed['logits'], jnp.bfloat16)}
+  logps, _ = token_logps(**half)
+  exact = {**packed, 'logits': np.asarray(half['logits'], np.float32)}
+  np.testing.assert_allclose(logps, _plain(**exact)[0], atol=2e-6)
+  assert logps.dtype == jnp.float32

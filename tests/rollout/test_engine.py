@@ -1,0 +1,348 @@
+"""The decode engine: invariants 6, 8 and 9, with planted faults."""
+
+import ast
+import importlib.util
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.mesh.rules import Rules
+from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.telemetry.compilations import CompilationCounter
+from tests import tiny
+
+SETTINGS = dict(
+    slots=4,
+    max_length=64,
+    max_prompt_length=32,
+    page_size=8,
+    steps=8,
+    rebuild_rows=2,
+)
+
+
+@pytest.fixture(scope='module')
+def engine():
+  return Engine(
+      tiny.config(), EngineSettings(**SETTINGS), tiny.mesh(), Rules()
+  )
+
+
+def start(engine, weights, requests, slots, state=None):
+  """A state in which each request was prefilled into its slot."""
+  state = engine.init_decode_state() if state is None else state
+  for request, slot in zip(requests, slots):
+    prefix = engine.prefill(
+        params=weights,
+        padded_tokens=engine.pad_prompt(request.prompt_ids),
+        true_length=len(request.prompt_ids),
+    )
+    state = engine.insert(prefix, state, slot, request)
+  return state
+
+
+def finish(engine, weights, state, dispatches=20, k=8):
+  """Runs until no slot is active; ids and log-probs of each slot."""
+  slots = engine.settings.slots
+  ids, logps = [[] for _ in range(slots)], [[] for _ in range(slots)]
+  for _ in range(dispatches):
+    state, result = engine.generate_steps(weights, state, k)
+    result = jax.device_get(result)
+    for slot in range(slots):
+      chosen = result.valid[slot]
+      ids[slot] += result.tokens[slot][chosen].tolist()
+      logps[slot] += result.logps[slot][chosen].tolist()
+    if not result.active.any():
+      return ids, logps, result
+  raise AssertionError('slots still active')
+
+
+def answer(engine, weights, request, slot=0, others=()):
+  requests, slots = [request], [slot]
+  for other, other_slot in others:
+    requests.append(other)
+    slots.append(other_slot)
+  ids, logps, _ = finish(
+      engine, weights, start(engine, weights, requests, slots)
+  )
+  return ids[slot], logps[slot]
+
+
+def greedy_by_forward(weights, prompt, n):
+  """The slow plain form: a whole forward pass for each token."""
+  ids = list(prompt)
+  for _ in range(n):
+    candidates = [
+        tiny.trainer_logps(weights, [*ids, token])[-1]
+        for token in range(tiny.VOCABULARY)
+    ]
+    ids.append(int(np.argmax(candidates)))
+  return ids[len(prompt) :]
+
+
+def test_greedy_tokens_are_those_of_the_plain_forward(engine):
+  weights = tiny.params()
+  request = tiny.request(new=4, temperature=0.0)
+  ids, _ = answer(engine, weights, request)
+  assert ids == greedy_by_forward(weights, request.prompt_ids, 4)
+
+
+@pytest.mark.parametrize('temperature', [0.5, 1.0, 1.5])
+def test_engine_and_trainer_logps_agree_at_any_temperature(engine, temperature):
+  weights = tiny.params()
+  request = tiny.request(new=50, temperature=temperature)
+  ids, logps = answer(engine, weights, request)
+  assert len(ids) == 50
+  full = [*request.prompt_ids, *ids]
+  trainer = tiny.trainer_logps(weights, full, temperature)[3:]
+  assert np.abs(trainer - logps).max() < 1e-4
+  if temperature != 1.0:  # planted fault: the trainer forgets the temperature
+    forgetful = tiny.trainer_logps(weights, full, 1.0)[3:]
+    assert np.abs(forgetful - logps).max() > 1e-2
+
+
+def test_tokens_do_not_depend_on_slot_or_neighbours(engine):
+  weights = tiny.params()
+  request = tiny.request(new=20, draw=7)
+  alone = answer(engine, weights, request, slot=0)
+  others = [
+      (tiny.request('a', (9, 8, 7, 6), new=30, draw=8), 0),
+      (tiny.request('b', range(1, 20), new=5, draw=9), 3),
+  ]
+  crowded = answer(engine, weights, request, slot=2, others=others)
+  assert alone == crowded  # bit for bit: the shapes are the same
+
+
+def test_tokens_do_not_depend_on_steps_a_dispatch(engine):
+  weights = tiny.params()
+  request = tiny.request(new=12)
+  state = start(engine, weights, [request], [1])
+  ids, logps, _ = finish(engine, weights, state, dispatches=30, k=1)
+  assert (ids[1], logps[1]) == answer(engine, weights, request, slot=1)
+
+
+def test_samples_of_a_group_share_a_prefill_and_differ(engine):
+  weights = tiny.params()
+  requests = [tiny.request(f'{i}', new=16, sample=i) for i in range(3)]
+  prefix = engine.prefill(
+      params=weights,
+      padded_tokens=engine.pad_prompt(requests[0].prompt_ids),
+      true_length=3,
+  )
+  state = engine.insert_many(
+      prefix, engine.init_decode_state(), [3, 0, 2], requests
+  )
+  ids, _, _ = finish(engine, weights, state)
+  for request, slot in zip(requests, [3, 0, 2]):
+    assert ids[slot] == answer(engine, weights, request)[0]
+  assert len({tuple(ids[s]) for s in (3, 0, 2)}) == 3
+  assert ids[1] == []
+
+
+def test_page_table_stands_between_slot_and_cache(engine):
+  weights = tiny.params()
+  request = tiny.request(new=20)
+  state = engine.init_decode_state()
+  pages = state.page_table.size
+  shuffled = np.random.default_rng(0).permutation(pages).astype(np.int32)
+  state.page_table = jax.device_put(
+      shuffled.reshape(state.page_table.shape), state.page_table.sharding
+  )
+  ids, logps, _ = finish(
+      engine, weights, start(engine, weights, [request], [1], state)
+  )
+  assert (ids[1], logps[1]) == answer(engine, weights, request, slot=1)
+
+
+def test_stop_ids_are_a_set_and_end_the_slot(engine):
+  weights = tiny.params()
+  free, _ = answer(engine, weights, tiny.request(new=20))
+  stops = (free[9], free[5])
+  expected = min(free.index(s) for s in stops) + 1
+  request = tiny.request(new=20, stop_ids=stops)
+  state = start(engine, weights, [request], [0])
+  ids, _, result = finish(engine, weights, state)
+  assert ids[0] == free[:expected]
+  assert result.stopped[0]
+
+
+def test_length_limit_ends_the_slot_without_a_stop(engine):
+  weights = tiny.params()
+  state = start(engine, weights, [tiny.request(new=7)], [0])
+  ids, _, result = finish(engine, weights, state)
+  assert len(ids[0]) == 7 and not result.stopped[0]
+
+
+def test_stop_id_is_impossible_before_the_least_length(engine):
+  weights = tiny.params()
+  free, _ = answer(engine, weights, tiny.request(new=20))
+  ids, _ = answer(
+      engine,
+      weights,
+      tiny.request(new=20, stop_ids=(free[0],), min_new_tokens=6),
+  )
+  assert free[0] not in ids[:6] and len(ids) >= 6
+
+
+def test_dispatch_ends_early_when_nobody_is_active(engine):
+  weights = tiny.params()
+  state = start(engine, weights, [tiny.request(new=3)], [0])
+  _, result = engine.generate_steps(weights, state, 8)
+  assert int(result.steps) == 3
+
+
+def test_released_slot_draws_nothing_more(engine):
+  weights = tiny.params()
+  state = start(engine, weights, [tiny.request(new=9)], [0])
+  state = engine.release(state, [0])
+  _, result = engine.generate_steps(weights, state, 8)
+  assert int(result.steps) == 0 and not result.valid.any()
+
+
+def test_finished_slot_is_reused_without_a_trace(engine):
+  weights = tiny.params()
+  long = tiny.request('long', range(1, 25), new=30, draw=1)
+  state = start(engine, weights, [long], [0])
+  for _ in range(5):
+    state, _ = engine.generate_steps(weights, state, 8)
+  request = tiny.request(new=20, draw=2)
+  ids, logps, _ = finish(
+      engine, weights, start(engine, weights, [request], [0], state)
+  )
+  assert (ids[0], logps[0]) == answer(engine, weights, request)
+
+
+def swapped(engine, request, *, rebuilt):
+  """Half an answer by version 0, the rest by version 1."""
+  old, new = tiny.params(0), tiny.params(1)
+  state = start(engine, old, [request], [1])
+  state, result = engine.generate_steps(old, state, 8)
+  first = np.asarray(result.tokens)[1].tolist()
+  if rebuilt:
+    state = engine.rebuild(new, state, [1], len(request.prompt_ids) + 8)
+  ids, logps, _ = finish(engine, new, state)
+  return first, ids[1], logps[1]
+
+
+def test_rebuilt_cache_equals_a_cold_prefill_under_the_new_weights(engine):
+  request = tiny.request(new=24, temperature=0.0)
+  first, rest, logps = swapped(engine, request, rebuilt=True)
+  cold = tiny.request(prompt=[*request.prompt_ids, *first], new=16,
+                      temperature=0.0)  # fmt: skip
+  cold_ids, cold_logps = answer(engine, tiny.params(1), cold)
+  assert rest == cold_ids
+  np.testing.assert_allclose(logps, cold_logps, atol=1e-5)
+
+
+def test_stale_cache_is_seen(engine):
+  """Planted fault: weights change and the cache does not (mode `keep`)."""
+  request = tiny.request(new=24)
+  first, rest, logps = swapped(engine, request, rebuilt=False)
+  full = [*request.prompt_ids, *first, *rest]
+  trainer = tiny.trainer_logps(tiny.params(1), full)[-len(rest) :]
+  assert np.abs(trainer - logps).max() > 1e-2
+
+
+def test_rebuild_leaves_other_slots_alone(engine):
+  weights = tiny.params()
+  requests = [tiny.request(f'{i}', new=20, draw=i) for i in range(4)]
+  state = start(engine, weights, requests, range(4))
+  state, result = engine.generate_steps(weights, state, 4)
+  keys = np.asarray(state.keys)
+  state = engine.rebuild(weights, state, [0, 2, 3])
+  after = np.asarray(state.keys)
+  own = np.asarray(state.page_table)[1]
+  np.testing.assert_array_equal(after[:, own], keys[:, own])
+  np.testing.assert_allclose(
+      after[:, np.asarray(state.page_table)[2, 0], :6],
+      keys[:, np.asarray(state.page_table)[2, 0], :6],
+      atol=1e-5,
+  )
+
+
+@pytest.mark.parametrize('tensor', [2, 4])
+def test_engine_on_a_tensor_mesh_says_the_same(engine, tensor):
+  # tensor 4 exceeds the 2 key/value heads, which are replicated there
+  mesh = tiny.mesh(1, tensor)
+  other = Engine(tiny.config(), EngineSettings(**SETTINGS), mesh, Rules())
+  request = tiny.request(new=20)
+  ids, logps = answer(other, tiny.params(on=mesh), request)
+  expected, expected_logps = answer(engine, tiny.params(), request)
+  assert ids == expected
+  np.testing.assert_allclose(logps, expected_logps, atol=1e-5)
+
+
+def test_nothing_compiles_after_warm_up(engine):
+  weights = tiny.params()
+  engine.warm_up(weights)
+  counter = CompilationCounter().install()
+  counter.mark_warm()
+  try:
+    requests = [
+        tiny.request(f'{n}', range(1, n), new=60 - n, draw=n)
+        for n in (2, 9, 18, 30)
+    ]
+    state = start(engine, weights, requests, range(4))
+    for longest in (4, 9, 17, 40):
+      state = engine.rebuild(weights, state, [0, 1, 2], longest)
+    finish(engine, weights, state)
+  finally:
+    counter.uninstall()
+  assert counter.names_since_warm == []
+
+
+@pytest.mark.parametrize(
+    'request_, named',
+    [
+        (tiny.request(prompt=range(40)), 'prompt of 40 tokens, wanted 1..32'),
+        (tiny.request(prompt=()), 'prompt of 0 tokens'),
+        (tiny.request(new=62), '3 prompt \\+ 62 new tokens, wanted at most 64'),
+        (tiny.request(stop_ids=(1, 2, 3, 4, 5)), '5 stop ids, wanted at most 4'),
+    ],
+)
+def test_request_that_does_not_fit_is_refused(engine, request_, named):
+  with pytest.raises(ValueError, match=named):
+    engine.check(request_)
+
+
+def test_prefill_buckets_hold_every_prompt_and_are_page_multiples():
+  settings = EngineSettings(max_length=100, max_prompt_length=70, page_size=16)
+  assert settings.prefill_buckets == (16, 32, 64, 112)
+  assert all(b % settings.page_size == 0 for b in settings.prefill_buckets)
+
+
+def test_method_names_and_arguments_are_those_of_jetstream():
+  """Reads the pinned release without importing it (it loads TensorFlow)."""
+  package = importlib.util.find_spec('jetstream')
+  if package is None:
+    pytest.skip('google-jetstream is not installed')
+  folder = pathlib.Path(next(iter(package.submodule_search_locations)))
+  tree = ast.parse((folder / 'engine' / 'engine_api.py').read_text())
+  abstract = next(
+      node
+      for node in tree.body
+      if isinstance(node, ast.ClassDef) and node.name == 'Engine'
+  )
+  theirs = {
+      node.name: [a.arg for a in node.args.args + node.args.kwonlyargs]
+      for node in abstract.body
+      if isinstance(node, ast.FunctionDef)
+  }
+  for name in ('prefill', 'insert', 'generate', 'init_decode_state',
+               'max_concurrent_decodes', 'samples_per_slot',
+               'max_prefill_length', 'mesh'):  # fmt: skip
+    assert name in theirs, f'{name} is not in the JetStream API'
+    assert hasattr(Engine, name) or name == 'mesh'
+  assert {'params', 'padded_tokens', 'true_length'} <= set(theirs['prefill'])
+  assert {'prefix', 'decode_state', 'slot'} <= set(theirs['insert'])
+  assert {'params', 'decode_state'} <= set(theirs['generate'])
+
+
+def test_decode_state_is_donated(engine):
+  weights = tiny.params()
+  state = start(engine, weights, [tiny.request(new=9)], [0])
+  keys = state.keys
+  engine.generate_steps(weights, state, 8)
+  assert keys.is_deleted()

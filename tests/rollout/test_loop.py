@@ -1,0 +1,319 @@
+"""Real engine loops in their threads: invariants 4, 6, 11; CASES A8, A9."""
+
+import asyncio
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.mesh.rules import Rules
+from areal_jax.rollout.client import EngineClient
+from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.rollout.loop import EngineLoop, EngineStopped
+from areal_jax.telemetry.events import EventLog
+from areal_jax.types import StopReason
+from tests import tiny
+
+SETTINGS = EngineSettings(
+    slots=4,
+    max_length=64,
+    max_prompt_length=32,
+    page_size=8,
+    steps=4,
+    rebuild_rows=4,
+)
+
+
+@pytest.fixture(scope='module')
+def engine():
+  return Engine(tiny.config(), SETTINGS, tiny.mesh(), Rules())
+
+
+class Running:
+  """A started loop and the answers that came out of it."""
+
+  def __init__(self, engine, swap='recompute', weights=True):
+    self.events = EventLog(None)
+    self.loop = EngineLoop(engine, '0', swap=swap, events=self.events)
+    self.answers = {}
+    self.swaps = []
+    self._came = threading.Condition()
+    self.on_answer = lambda outcome: None
+    self.loop.start()
+    if weights:
+      self.set_weights(0)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self.loop.stop()
+
+  def set_weights(self, version):
+    # Arrived already: the loop decodes on while a transfer is under way.
+    params = jax.block_until_ready(tiny.params(version))
+    self.loop.set_weights(version, params, self.swaps.append)
+
+  def submit(self, *requests):
+    for request in requests:
+      self.loop.submit(
+          request, lambda outcome, r=request: self._answer(r, outcome)
+      )
+
+  def _answer(self, request, outcome):
+    self.on_answer(outcome)
+    with self._came:
+      self.answers[request.request_id] = outcome
+      self._came.notify_all()
+
+  def wait(self, n):
+    with self._came:
+      assert self._came.wait_for(lambda: len(self.answers) >= n, 60)
+    return self.answers
+
+
+def check_labels(request, completion, atol=1e-4):
+  """Invariant 4: each token's log-prob is that of the version it names."""
+  full = [*request.prompt_ids, *completion.ids]
+  n = len(request.prompt_ids)
+  for version in set(completion.versions.tolist()):
+    scored = tiny.trainer_logps(tiny.params(version), full)[n:]
+    chosen = completion.versions == version
+    gap = np.abs(scored - completion.logps)[chosen].max()
+    assert gap < atol, f'version {version}: gap {gap}'
+
+
+def swap_in_mid_sentence(engine, swap):
+  """Two long requests and a short one, whose end brings new weights.
+
+  The callback runs in the loop's thread between two dispatches, so the swap
+  happens at the same token each time: after 4 of 40.
+  """
+  long = [tiny.request(f'long{i}', new=40, draw=i) for i in range(2)]
+  short = tiny.request('short', new=4, draw=5)
+  running = Running(engine, swap, weights=False)
+  with running:
+    running.on_answer = lambda c: (
+        running.set_weights(1) if c.request_id == 'short' else None
+    )
+    running.submit(*long, short)
+    running.set_weights(0)
+    answers = running.wait(3)
+  return long, answers, running
+
+
+def test_more_requests_than_slots_are_all_answered(engine):
+  requests = [
+      tiny.request(f'{i}', range(1, 3 + i % 5), new=3 + i, draw=i)
+      for i in range(11)
+  ]
+  with Running(engine) as running:
+    running.submit(*requests)
+    answers = running.wait(11)
+  for i, request in enumerate(requests):
+    completion = answers[request.request_id]
+    assert len(completion.ids) == 3 + i
+    assert completion.stop_reason is StopReason.LENGTH
+    assert completion.weight_source == 'engine/0'
+    check_labels(request, completion)
+
+
+def test_tokens_do_not_depend_on_the_order_of_arrival(engine):
+  requests = [tiny.request(f'{i}', new=12 + i, draw=i) for i in range(9)]
+  said = []
+  for order in (requests, requests[::-1]):
+    with Running(engine) as running:
+      running.submit(*order)
+      said.append({k: c.ids.tolist() for k, c in running.wait(9).items()})
+  assert said[0] == said[1]
+
+
+def test_stop_id_travels_with_the_completion(engine):
+  with Running(engine) as running:
+    running.submit(tiny.request('free', new=20))
+    free = running.wait(1)['free'].ids.tolist()
+    running.submit(tiny.request('stopped', new=20, stop_ids=(free[4],)))
+    stopped = running.wait(2)['stopped']
+  assert stopped.stop_reason is StopReason.STOP
+  assert stopped.stop_id == free[4] == stopped.ids[-1]
+
+
+def test_group_is_prefilled_once_however_many_samples(engine):
+  group = [tiny.request(f'{i}', new=6, sample=i) for i in range(10)]
+  with Running(engine, weights=False) as running:
+    running.submit(*group)
+    running.set_weights(0)
+    running.wait(10)
+    assert running.loop.counts.prefills == 1
+    assert running.loop.counts.prefill_tokens == 3
+
+
+def test_recompute_swap_keeps_slots_alive_and_labels_true(engine):
+  long, answers, running = swap_in_mid_sentence(engine, 'recompute')
+  for request in long:
+    completion = answers[request.request_id]
+    assert completion.versions.tolist() == [0] * 4 + [1] * 36
+    check_labels(request, completion)
+  assert running.loop.counts.swaps == 2  # the first weights, then the new ones
+  assert running.loop.counts.rebuilt_tokens == 2 * (3 + 4)
+  assert running.swaps == [0, 1]
+
+
+def test_labels_one_version_old_are_seen(engine):
+  """Planted fault: labels that lag one version behind the weights."""
+  long, answers, _ = swap_in_mid_sentence(engine, 'recompute')
+  completion = answers['long0']
+  completion.versions[4:8] = 0
+  with pytest.raises(AssertionError, match='version 0: gap'):
+    check_labels(long[0], completion)
+
+
+def test_keep_swap_is_seen_as_a_stale_cache(engine):
+  long, answers, running = swap_in_mid_sentence(engine, 'keep')
+  completion = answers['long0']
+  assert completion.versions.tolist() == [0] * 4 + [1] * 36
+  assert running.loop.counts.rebuilt_tokens == 0
+  with pytest.raises(AssertionError, match='version 1: gap'):
+    check_labels(long[0], completion)
+
+
+def test_drain_swap_lets_running_answers_end_first(engine):
+  long, answers, _ = swap_in_mid_sentence(engine, 'drain')
+  for request in long:
+    completion = answers[request.request_id]
+    assert set(completion.versions.tolist()) == {0}
+    check_labels(request, completion)
+
+
+def test_restart_swap_leaves_no_token_of_the_old_version(engine):
+  long, answers, running = swap_in_mid_sentence(engine, 'restart')
+  for request in long:
+    completion = answers[request.request_id]
+    assert completion.versions.tolist() == [1] * 40
+    check_labels(request, completion)
+  assert running.loop.counts.restarted_tokens == 8
+
+
+def test_restarted_answer_is_that_of_a_fresh_request(engine):
+  long, answers, _ = swap_in_mid_sentence(engine, 'restart')
+  with Running(engine, weights=False) as running:
+    running.set_weights(1)
+    running.submit(long[0])
+    fresh = running.wait(1)['long0']
+  assert fresh.ids.tolist() == answers['long0'].ids.tolist()
+
+
+def test_prefix_does_not_survive_a_weight_update(engine):
+  # CASES A9: the same prompt again, greedily, after very different weights.
+  request = tiny.request('first', range(1, 12), new=16, temperature=0.0)
+  again = tiny.request('again', range(1, 12), new=16, temperature=0.0)
+  with Running(engine) as running:
+    running.submit(request)
+    running.wait(1)
+    running.set_weights(1)
+    running.submit(again)
+    warm = running.wait(2)['again']
+  with Running(engine, weights=False) as running:
+    running.set_weights(1)
+    running.submit(again)
+    cold = running.wait(1)['again']
+  assert warm.ids.tolist() == cold.ids.tolist()
+  np.testing.assert_allclose(warm.logps, cold.logps, atol=1e-5)
+  assert set(warm.versions.tolist()) == {1}
+
+
+@pytest.mark.parametrize('swap', ['recompute', 'keep', 'drain', 'restart'])
+def test_request_after_new_weights_never_starts_on_old_ones(engine, swap):
+  late = tiny.request('late', new=6, draw=9)
+  running = Running(engine, swap, weights=False)
+  with running:
+
+    def bring(completion):
+      if completion.request_id == 'short':
+        running.set_weights(1)
+        running.submit(late)
+
+    running.on_answer = bring
+    running.submit(
+        tiny.request('long', new=40), tiny.request('short', new=4, draw=5)
+    )
+    running.set_weights(0)
+    answers = running.wait(3)
+  assert set(answers['late'].versions.tolist()) == {1}
+  check_labels(late, answers['late'])
+
+
+def test_newest_weights_win(engine):
+  with Running(engine, weights=False) as running:
+    running.set_weights(1)
+    running.loop.set_weights(0, tiny.params(0), running.swaps.append)
+    running.submit(tiny.request())
+    assert set(running.wait(1)['r'].versions.tolist()) == {1}
+
+
+def test_aborted_request_answers_with_what_it_has(engine):
+  with Running(engine) as running:
+
+    def give_up(completion):
+      if completion.request_id == 'short':
+        running.loop.abort(['long', 'never heard of'])
+
+    running.on_answer = give_up
+    running.submit(
+        tiny.request('long', new=60), tiny.request('short', new=4, draw=5)
+    )
+    answers = running.wait(2)
+    assert answers['long'].stop_reason is StopReason.ABORTED
+    assert 4 <= len(answers['long'].ids) < 60
+    running.submit(tiny.request('next', new=5, draw=6))
+    assert len(running.wait(3)['next'].ids) == 5
+
+
+def test_dead_engine_answers_everyone_with_the_cause(engine):
+  running = Running(engine, weights=False)
+  start = time.monotonic()
+  running.submit(tiny.request('a'), tiny.request('b', draw=1))
+  running.loop.set_weights(0, {'not': np.zeros(3)}, running.swaps.append)
+  with running._came:
+    assert running._came.wait_for(lambda: len(running.answers) == 2, 10)
+  assert time.monotonic() - start < 2
+  for outcome in running.answers.values():
+    assert isinstance(outcome, EngineStopped)
+    assert outcome.__cause__ is running.loop.failure() is not None
+  with pytest.raises(EngineStopped, match='no longer takes requests'):
+    running.submit(tiny.request('c'))
+  running.loop.stop()
+
+
+def test_client_spreads_draws_and_keeps_groups_together(engine):
+  with Running(engine) as one, Running(engine) as two:
+    two.loop.name = '1'
+    client = EngineClient([one.loop, two.loop])
+
+    async def ask():
+      return await asyncio.gather(*(
+          client.generate(
+              tiny.request(f'{d}/{s}', new=8, draw=d, sample=s)
+          )
+          for d in range(4)
+          for s in range(3)
+      ))
+
+    completions = asyncio.run(ask())
+  by_draw = {}
+  for c in completions:
+    by_draw.setdefault(c.request_id.split('/')[0], set()).add(c.weight_source)
+  assert all(len(sources) == 1 for sources in by_draw.values())
+  assert {s for sources in by_draw.values() for s in sources} == {
+      'engine/0',
+      'engine/1',
+  }
+
+
+def test_request_that_does_not_fit_is_refused_at_the_client(engine):
+  with Running(engine) as running:
+    client = EngineClient([running.loop])
+    with pytest.raises(ValueError, match='prompt of 40 tokens'):
+      asyncio.run(client.generate(tiny.request(prompt=range(40))))

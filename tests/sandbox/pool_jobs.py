@@ -1,0 +1,97 @@
+"""Jobs that the workers of `test_pool.py` import: good ones and hostile ones."""
+
+import os
+import re
+import sys
+import time
+
+
+class TwoArguments(Exception):
+  """An exception that pickles and does not unpickle."""
+
+  def __init__(self, first, second):
+    super().__init__(f'{first} and {second}')
+
+
+class Unloadable:
+  """A value that pickles and does not unpickle."""
+
+  def __reduce__(self):
+    return _refuse, ()
+
+
+def _refuse():
+  raise ValueError('will not load')
+
+
+def square(x):
+  return x * x
+
+
+def loop():
+  while True:
+    pass
+
+
+def power():
+  return 9**9**9**9
+
+
+def expression():
+  return re.match('(a+)+$', 'a' * 64 + 'b')
+
+
+def digits():
+  """A number of many digits: what Python refuses by default, asked for."""
+  sys.set_int_max_str_digits(0)
+  return int('7' * 20_000_000)
+
+
+def raise_key_error():
+  raise KeyError('gold')
+
+
+def raise_two_arguments():
+  raise TwoArguments('this', 'that')
+
+
+def raise_timeout_error():
+  raise TimeoutError('my own')
+
+
+def interrupt():
+  raise KeyboardInterrupt
+
+
+def leave():
+  sys.exit(3)
+
+
+def die(code):
+  os._exit(code)
+
+
+def make_lambda():
+  return lambda: 1
+
+
+def make_unloadable():
+  return Unloadable()
+
+
+def identify(seconds):
+  """The process id, after a while, so that one worker cannot answer for all."""
+  time.sleep(seconds)
+  return os.getpid()
+
+
+def imported(names):
+  return [name for name in names if name in sys.modules]
+
+
+def start_hanging(path):
+  """Says in a file who hangs, then does."""
+  with open(path + '.draft', 'w', encoding='utf-8') as file:
+    file.write(str(os.getpid()))
+  os.rename(path + '.draft', path)
+  loop()

@@ -1,0 +1,726 @@
+"""The plan of the house: who may import whom, and that BUILD says the same.
+
+The checker reads source text alone (`ast` for Python and for BUILD, which is
+Python in form), so it sees lazy imports inside functions too and needs neither
+Bazel nor the packages. `faults(root)` returns one line for each fault. BUILD is
+derived from the imports:
+
+  python tests/test_house.py --write
+
+writes it anew after a room, a test file or an import came or went.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+from collections.abc import Iterable, Iterator
+import dataclasses
+import functools
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# A room imports lower floors and itself. The three modules of the ground floor
+# are one room, `words`: ledger counts what types names.
+FLOORS = (
+    ('words',),
+    ('mesh', 'tokenizer', 'sandbox', 'telemetry'),
+    ('models', 'losses', 'rewards', 'data'),
+    ('rollout', 'buffer', 'train', 'weights', 'simulate'),
+    ('experiment', 'cluster', 'evaluate'),
+    ('run', 'serve', 'report', 'doctor', 'compile_check', 'convert'),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+WORDS = ('__init__', 'config', 'ledger', 'types')
+
+# Reward workers and remote clients start in a second because these rooms never
+# load an accelerator library.
+LIGHT_ROOMS = ('words', 'tokenizer', 'sandbox', 'rewards', 'data')
+LIGHT_MODULES = (
+    'areal_jax.rewards.base',
+    'areal_jax.sandbox.pool',
+    'areal_jax.run',
+)
+HEAVY = ('jax', 'jaxlib', 'flax', 'optax', 'orbax', 'tensorflow', 'jetstream')
+
+# Our top-level packages beside areal_jax, each one library.
+OUTSIDE_ROOMS = {
+    'benchmarks': 'benchmarks',
+    'experiments': 'experiments',
+    'tests': 'testing',
+}
+# Where the name of a distribution is not that of its package.
+DISTRIBUTIONS = {
+    'absl': 'absl-py',
+    'jetstream': 'google-jetstream',
+    'orbax': 'orbax-checkpoint',
+    'PIL': 'pillow',
+    'yaml': 'PyYAML',
+    'google': 'protobuf',
+}
+# Split, so that this file does not mention them.
+OUTSIDE_PATHS = ('..' + '/shared', '/work' + '/')
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+  """One import statement: `areal_jax/ledger.py:27` imports `module`."""
+
+  file: str
+  line: int
+  module: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """One library or test of BUILD; `srcs` are files, patterns expanded."""
+
+  kind: str
+  name: str
+  srcs: frozenset[str]
+  deps: frozenset[str]
+
+
+def faults(root: pathlib.Path) -> list[str]:
+  """Everything at `root` that goes against the plan, one line each."""
+  return sorted(
+      {
+          *floor_faults(root),
+          *weight_faults(root),
+          *build_faults(root),
+          *pin_faults(root),
+          *text_faults(root),
+      }
+  )
+
+
+def floor_faults(root: pathlib.Path) -> Iterator[str]:
+  """Imports that point upward, sideways or out of the package."""
+  for path in sources(root, 'areal_jax'):
+    room = room_of_file(path.relative_to(root))
+    if room not in FLOOR_OF:
+      yield f'{path.relative_to(root)}: room {room!r} has no floor'
+      continue
+    for found in imports(root, path):
+      at = f'{found.file}:{found.line} imports {found.module}'
+      top = found.module.split('.')[0]
+      if top in OUTSIDE_ROOMS:
+        yield f'{at}: the package does not know what lies outside it'
+      if top != 'areal_jax':
+        continue
+      other = room_of_module(found.module)
+      if other == room:
+        continue
+      if other not in FLOOR_OF:
+        yield f'{at}: room {other!r} has no floor'
+      elif FLOOR_OF[other] > FLOOR_OF[room]:
+        yield f'{at}: upward, from {_floor(room)} to {_floor(other)}'
+      elif FLOOR_OF[other] == FLOOR_OF[room]:
+        yield f'{at}: sideways, from {_floor(room)} to {_floor(other)}'
+
+
+def weight_faults(root: pathlib.Path) -> Iterator[str]:
+  """Accelerator libraries, or rooms that use them, in a light room."""
+  for path in sources(root, 'areal_jax'):
+    room = room_of_file(path.relative_to(root))
+    if room not in LIGHT_ROOMS:
+      continue
+    for found in imports(root, path):
+      at = f'{found.file}:{found.line} imports {found.module}'
+      top = found.module.split('.')[0]
+      if top in HEAVY:
+        yield f'{at}: room {room!r} stays light'
+      if top == 'areal_jax':
+        other = room_of_module(found.module)
+        if other not in LIGHT_ROOMS:
+          yield f'{at}: room {room!r} stays light, {other!r} is not'
+
+
+def build_faults(root: pathlib.Path) -> Iterator[str]:
+  """Disagreements between BUILD and the files and imports."""
+  wanted, seen = expected_rules(root), read_build(root)
+  for name in sorted(wanted.keys() - seen.keys()):
+    yield f'BUILD: no {wanted[name].kind} {name!r}'
+  for name in sorted(seen.keys() - wanted.keys()):
+    yield f'BUILD: {seen[name].kind} {name!r} stands for nothing'
+  for name in sorted(wanted.keys() & seen.keys()):
+    want, see = wanted[name], seen[name]
+    if want.kind != see.kind:
+      yield f'BUILD: {name!r} is a {see.kind}, wanted {want.kind}'
+    for file in sorted(want.srcs - see.srcs):
+      yield f'BUILD: {name!r} leaves out {file}'
+    for file in sorted(see.srcs - want.srcs):
+      yield f'BUILD: {name!r} takes in {file}'
+    for dep in sorted(want.deps - see.deps):
+      yield f'BUILD: {name!r} imports {dep} and has no edge to it'
+    for dep in sorted(see.deps - want.deps):
+      yield f'BUILD: {name!r} has an edge to {dep} and does not import it'
+
+
+def pin_faults(root: pathlib.Path) -> Iterator[str]:
+  """Imported packages without a pin; pins that are loose or disagree."""
+  user = pins(root / 'requirements.txt')
+  developer = pins(root / 'requirements-dev.txt')
+  for name in sorted(user.keys() & developer.keys()):
+    if user[name] != developer[name]:
+      yield (
+          f'requirements-dev.txt: {name} is {developer[name]},'
+          f' requirements.txt has {user[name]}'
+      )
+  for file, found in (
+      ('requirements.txt', user),
+      ('requirements-dev.txt', developer),
+  ):
+    for name, version in found.items():
+      if not version:
+        yield f'{file}: {name} has no exact version'
+  for folder, allowed in (
+      ('areal_jax', user),
+      ('experiments', user),
+      ('benchmarks', {**user, **developer}),
+      ('tests', {**user, **developer}),
+  ):
+    for path in sources(root, folder):
+      for found in imports(root, path):
+        name = distribution(found.module)
+        if name and name not in allowed:
+          yield (
+              f'{found.file}:{found.line} imports {found.module}: no file of'
+              f' requirements pins {name!r} for {folder}'
+          )
+
+
+def text_faults(root: pathlib.Path) -> Iterator[str]:
+  """Paths of somebody's machine; public names without a docstring."""
+  for path in sources(root, 'areal_jax'):
+    file, text = path.relative_to(root), path.read_text()
+    for outside in OUTSIDE_PATHS:
+      if outside in text:
+        yield f'{file}: mentions {outside!r}'
+    tree = parse(text)
+    if ast.get_docstring(tree) is None:
+      yield f'{file}: the file has no docstring'
+    for node in tree.body:
+      named = isinstance(
+          node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+      )
+      if named and not node.name.startswith('_'):
+        if ast.get_docstring(node) is None:
+          yield f'{file}:{node.lineno}: {node.name} has no docstring'
+
+
+def sources(root: pathlib.Path, folder: str) -> list[pathlib.Path]:
+  """Python files below `folder`, sorted."""
+  return sorted(
+      path
+      for path in (root / folder).rglob('*.py')
+      if '__pycache__' not in path.parts
+  )
+
+
+@functools.cache
+def parse(text: str) -> ast.Module:
+  """The syntax tree of a source text; equal texts are read once."""
+  return ast.parse(text)
+
+
+def imports(root: pathlib.Path, path: pathlib.Path) -> tuple[Import, ...]:
+  """All imports of a file: at its head, inside functions, by `import_module`.
+
+  `from a import b` counts as `a.b`, which may be a module or a name in one.
+  """
+  found = _imports(path.relative_to(root), path.read_text())
+  return tuple(_resolved(root, path, each) for each in found)
+
+
+def _resolved(root: pathlib.Path, path: pathlib.Path, found: Import) -> Import:
+  """A helper beside a test, imported by its bare name, under its full one."""
+  top = found.module.split('.')[0]
+  if top in sys.stdlib_module_names or not (path.parent / f'{top}.py').exists():
+    return found
+  folder = '.'.join(path.parent.relative_to(root).parts)
+  return dataclasses.replace(found, module=f'{folder}.{found.module}')
+
+
+@functools.cache
+def _imports(file: pathlib.Path, text: str) -> tuple[Import, ...]:
+  package = file.parent.parts
+  found = []
+  for node in ast.walk(parse(text)):
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+      names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+      base = [node.module] if node.module else []
+      if node.level:
+        base = [*package[: len(package) - node.level + 1], *base]
+      names = ['.'.join([*base, alias.name]) for alias in node.names]
+    elif isinstance(node, ast.Call) and node.args:
+      function = getattr(node.func, 'attr', getattr(node.func, 'id', ''))
+      first = node.args[0]
+      if function in ('import_module', '__import__') and isinstance(
+          first, ast.Constant
+      ):
+        names = [str(first.value)]
+    found += [Import(str(file), node.lineno, name) for name in names]
+  return tuple(found)
+
+
+def room_of_module(module: str) -> str:
+  """`areal_jax.rollout.engine` -> `rollout`; the ground floor -> `words`."""
+  parts = module.split('.')
+  room = parts[1] if len(parts) > 1 else '__init__'
+  return 'words' if room in WORDS else room
+
+
+def room_of_file(file: pathlib.PurePath) -> str:
+  """`areal_jax/rollout/engine.py` -> `rollout`."""
+  return room_of_module('.'.join(file.with_suffix('').parts))
+
+
+def distribution(module: str) -> str | None:
+  """The name under which pip knows a module; None for ours and Python's."""
+  top = module.split('.')[0]
+  ours = top == 'areal_jax' or top in OUTSIDE_ROOMS
+  if ours or top in sys.stdlib_module_names:
+    return None
+  return _normal(DISTRIBUTIONS.get(top, top))
+
+
+def pins(path: pathlib.Path) -> dict[str, str]:
+  """Name -> exact version ('' where there is none) of a requirements file."""
+  found = {}
+  for line in path.read_text().splitlines():
+    line = line.split('#')[0].strip()
+    if line:
+      name, _, version = line.partition('==')
+      found[_normal(name)] = version
+  return found
+
+
+def expected_rules(root: pathlib.Path) -> dict[str, Rule]:
+  """What BUILD has to hold, from the files and their imports."""
+  developer = pins(root / 'requirements-dev.txt')
+  developer = developer.keys() - pins(root / 'requirements.txt').keys()
+  files = collections.defaultdict(list)
+  for path in sources(root, 'areal_jax'):
+    files[room_of_file(path.relative_to(root))].append(path)
+  rules = {}
+  for room, paths in files.items():
+    rules[room] = _rule(root, 'py_library', room, paths, developer)
+  tests = []
+  for folder, name in OUTSIDE_ROOMS.items():
+    paths = sources(root, folder)
+    if folder == 'tests':
+      tests = [p for p in paths if p.name.startswith('test_')]
+      paths = [p for p in paths if p not in tests]
+    if paths:
+      rules[name] = _rule(root, 'py_library', name, paths, developer)
+  main = root / 'tests/pytest_main.py'
+  for path in tests:
+    file = path.relative_to(root).with_suffix('')
+    name = '_'.join(['test', *file.parts[1:-1], file.name[len('test_') :]])
+    rule = _rule(root, 'py_test', name, [path], developer)
+    rules[name] = dataclasses.replace(
+        rule,
+        srcs=rule.srcs | {str(main.relative_to(root))},
+        deps=rule.deps | {':testing'},
+    )
+  return rules
+
+
+def _rule(
+    root: pathlib.Path,
+    kind: str,
+    name: str,
+    paths: Iterable[pathlib.Path],
+    developer: Iterable[str],
+) -> Rule:
+  deps = set()
+  for path in paths:
+    for found in imports(root, path):
+      top = found.module.split('.')[0]
+      outside = distribution(found.module)
+      if outside:
+        hub = 'dev_requirement' if outside in developer else 'requirement'
+        deps.add(f'{hub}("{outside}")')
+      elif top == 'areal_jax':
+        deps.add(':' + room_of_module(found.module))
+      elif top in OUTSIDE_ROOMS:
+        deps.add(':' + OUTSIDE_ROOMS[top])
+  srcs = frozenset(str(path.relative_to(root)) for path in paths)
+  return Rule(kind, name, srcs, frozenset(deps - {':' + name}))
+
+
+def read_build(root: pathlib.Path) -> dict[str, Rule]:
+  """The libraries and tests that BUILD declares."""
+  rules = {}
+  for node in parse((root / 'BUILD').read_text()).body:
+    call = node.value if isinstance(node, ast.Expr) else None
+    if not isinstance(call, ast.Call):
+      continue
+    kind = ast.unparse(call.func)
+    if kind not in ('py_library', 'py_test'):
+      continue
+    values = {keyword.arg: keyword.value for keyword in call.keywords}
+    name = ast.literal_eval(values['name'])
+    rules[name] = Rule(
+        kind,
+        name,
+        frozenset(_files(root, values['srcs'])),
+        frozenset(
+            _edge(node) for node in getattr(values.get('deps'), 'elts', ())
+        ),
+    )
+  return rules
+
+
+def _files(root: pathlib.Path, node: ast.expr) -> set[str]:
+  """Files of `srcs`: a list, or a glob with its exclusions."""
+  if isinstance(node, ast.List):
+    return set(ast.literal_eval(node))
+  assert isinstance(node, ast.Call), ast.unparse(node)
+  assert ast.unparse(node.func) == 'glob', ast.unparse(node)
+  taken = set(_matches(root, ast.literal_eval(node.args[0])))
+  for keyword in node.keywords:
+    if keyword.arg == 'exclude':
+      taken -= set(_matches(root, ast.literal_eval(keyword.value)))
+  return taken
+
+
+def _matches(root: pathlib.Path, patterns: list[str]) -> Iterator[str]:
+  for pattern in patterns:
+    for path in root.glob(pattern):
+      if '__pycache__' not in path.parts:
+        yield str(path.relative_to(root))
+
+
+def _edge(node: ast.expr) -> str:
+  """`":words"` -> `:words`; `requirement("jax")` with the name normalised."""
+  if isinstance(node, ast.Constant):
+    return str(node.value)
+  assert isinstance(node, ast.Call), ast.unparse(node)
+  name = ast.literal_eval(node.args[0])
+  return f'{ast.unparse(node.func)}("{_normal(name)}")'
+
+
+def render(rules: dict[str, Rule]) -> str:
+  """The text of BUILD, laid out as buildifier does."""
+  rooms = [room for rooms in FLOORS for room in rooms if room in rules]
+  others = [name for name in OUTSIDE_ROOMS.values() if name in rules]
+  tests = sorted(n for n, rule in rules.items() if rule.kind == 'py_test')
+  blocks = [_HEAD]
+  for room in rooms:
+    srcs = sorted(rules[room].srcs)
+    if any(file.count('/') > 1 for file in srcs):
+      listed = f'glob(["areal_jax/{room}/**/*.py"])'
+    else:
+      listed = _listed(srcs)
+    floor = f'# Floor {FLOOR_OF[room]}.\n' if _opens_floor(room, rooms) else ''
+    blocks.append(
+        f'{floor}py_library(\n    name = "{room}",\n    srcs = {listed},\n'
+        f'{_deps(rules[room])})\n'
+    )
+  for name in others:
+    folder = {v: k for k, v in OUTSIDE_ROOMS.items()}[name]
+    listed, more = f'glob(["{folder}/**/*.py"])', ''
+    if name == 'testing':
+      listed = (
+          'glob(\n        ["tests/**/*.py"],\n'
+          '        exclude = ["tests/**/test_*.py"],\n    )'
+      )
+      more = '    testonly = True,\n'
+    data = '    data = [":sources"],\n' if name == 'testing' else ''
+    blocks.append(
+        f'py_library(\n    name = "{name}",\n{more}    srcs = {listed},\n'
+        f'{data}{_deps(rules[name])})\n'
+    )
+  for name in tests:
+    (file,) = rules[name].srcs - {'tests/pytest_main.py'}
+    blocks.append(
+        f'py_test(\n    name = "{name}",\n'
+        f'    srcs = {_listed(sorted(rules[name].srcs))},\n'
+        f'    args = ["{file}"],\n    main = "tests/pytest_main.py",\n'
+        f'{_deps(rules[name])})\n'
+    )
+  return '\n'.join(blocks)
+
+
+_HEAD = '''\
+"""One library for each room of the house, one test for each test file.
+
+The edges are the imports. tests/test_house.py compares the two, and writes this
+file with `python tests/test_house.py --write`. Bazel itself was not run on it:
+its registry was out of reach where it was written.
+"""
+
+load("@pypi//:requirements.bzl", "requirement")
+load("@pypi_dev//:requirements.bzl", dev_requirement = "requirement")
+load("@rules_python//python:defs.bzl", "py_library", "py_test")
+
+package(default_visibility = ["//visibility:public"])
+
+exports_files([
+    "requirements.txt",
+    "requirements-dev.txt",
+])
+
+# What tests read beside what they import.
+filegroup(
+    name = "sources",
+    srcs = glob([
+        "*",
+        ".ci/*",
+        "areal_jax/**/*.py",
+        "benchmarks/**",
+        "experiments/**",
+        "scripts/*",
+        "tests/**/*.py",
+    ]),
+)
+'''
+
+
+def _opens_floor(room: str, rooms: list[str]) -> bool:
+  before = rooms[: rooms.index(room)]
+  return not before or FLOOR_OF[before[-1]] != FLOOR_OF[room]
+
+
+def _deps(rule: Rule) -> str:
+  if not rule.deps:
+    return ''
+  edges = sorted(dep if '(' in dep else f'"{dep}"' for dep in rule.deps)
+  return f'    deps = {_listed(edges, quoted=True)},\n'
+
+
+def _listed(items: list[str], *, quoted: bool = False) -> str:
+  items = list(items) if quoted else [f'"{item}"' for item in items]
+  if len(items) == 1:
+    return f'[{items[0]}]'
+  return '[\n' + ''.join(f'        {item},\n' for item in items) + '    ]'
+
+
+def _floor(room: str) -> str:
+  return f'{room} (floor {FLOOR_OF[room]})'
+
+
+def _normal(name: str) -> str:
+  """A distribution's name as indexes compare it, without extras."""
+  return re.sub(r'[-_.]+', '-', name.split('[')[0].strip()).lower()
+
+
+def _copy(folder: pathlib.Path) -> pathlib.Path:
+  """A copy of what the checker reads, in which faults can be planted."""
+  for name in ('areal_jax', 'experiments', 'benchmarks', 'tests'):
+    if (ROOT / name).is_dir():
+      shutil.copytree(
+          ROOT / name,
+          folder / name,
+          ignore=shutil.ignore_patterns('__pycache__'),
+      )
+  for name in ('BUILD', 'requirements.txt', 'requirements-dev.txt'):
+    shutil.copy(ROOT / name, folder / name)
+  return folder
+
+
+def _append(path: pathlib.Path, text: str) -> None:
+  path.write_text(path.read_text() + text)
+
+
+@pytest.mark.parametrize(
+    'check',
+    [floor_faults, weight_faults, build_faults, pin_faults, text_faults],
+    ids=lambda check: check.__name__,
+)
+def test_house_has_none_of(check):
+  assert list(check(ROOT)) == []
+
+
+def test_lint_finds_nothing():
+  lint = subprocess.run(
+      [sys.executable, '-m', 'ruff', 'check', '--output-format=concise', '.'],
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=60,
+  )
+  assert lint.returncode == 0, lint.stdout
+
+
+def test_documents_name_tests_that_exist():
+  for document in ('README.md', 'CONTRIBUTING.md', 'docs/design.md'):
+    text = (ROOT / document).read_text()
+    for file, name in re.findall(r'`(tests/[\w/]+\.py)(?:::(\w+))?`', text):
+      path = ROOT / file
+      assert path.exists(), f'{document} names {file}'
+      names = {
+          node.name
+          for node in parse(path.read_text()).body
+          if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+      }
+      assert not name or name in names, f'{document} names {file}::{name}'
+
+
+@pytest.mark.parametrize('module', LIGHT_MODULES)
+def test_module_loads_no_accelerator_library(module):
+  code = (
+      f'import sys, {module}\n'
+      f'print(*sorted(set({HEAVY!r}) & set(sys.modules)))'
+  )
+  child = subprocess.run(
+      [sys.executable, '-c', code],
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=60,
+  )
+  assert child.returncode == 0, child.stderr
+  assert child.stdout.split() == []
+
+
+# File (below areal_jax, or from the root), text put at its end, and a piece of
+# the one complaint that has to follow.
+PLANTED = {
+    'upward': (
+        'areal_jax/losses/__init__.py',
+        '\nfrom areal_jax.train import packing\n',
+        'areal_jax.train.packing: upward, from losses (floor 2) to train',
+    ),
+    'upward_inside_a_function': (
+        'areal_jax/ledger.py',
+        '\ndef _late():\n  import areal_jax.rollout.engine\n',
+        'areal_jax.rollout.engine: upward, from words (floor 0) to rollout',
+    ),
+    'upward_by_name': (
+        'areal_jax/mesh/__init__.py',
+        '\nimport importlib\nimportlib.import_module("areal_jax.train")\n',
+        'areal_jax.train: upward, from mesh (floor 1) to train (floor 3)',
+    ),
+    'sideways': (
+        'areal_jax/losses/__init__.py',
+        '\nfrom areal_jax import models\n',
+        'areal_jax.models: sideways, from losses (floor 2) to models',
+    ),
+    'sideways_relative': (
+        'areal_jax/rewards/__init__.py',
+        '\nfrom ..data import base\n',
+        'areal_jax.data.base: sideways, from rewards (floor 2) to data',
+    ),
+    'room_without_a_floor': (
+        'areal_jax/attic.py',
+        '"""A room nobody planned."""\n',
+        "areal_jax/attic.py: room 'attic' has no floor",
+    ),
+    'tests_from_the_package': (
+        'areal_jax/train/__init__.py',
+        '\nimport tests.conftest\n',
+        'the package does not know what lies outside it',
+    ),
+    'jax_in_a_light_room': (
+        'areal_jax/rewards/__init__.py',
+        '\ndef _late():\n  import jax.numpy as jnp\n',
+        "imports jax.numpy: room 'rewards' stays light",
+    ),
+    'heavy_room_in_a_light_room': (
+        'areal_jax/data/__init__.py',
+        '\nfrom areal_jax.mesh import rules\n',
+        "room 'data' stays light, 'mesh' is not",
+    ),
+    'missing_edge': (
+        'areal_jax/buffer.py',
+        '\nfrom areal_jax.tokenizer import base\n',
+        "BUILD: 'buffer' imports :tokenizer and has no edge to it",
+    ),
+    'missing_edge_to_a_wheel': (
+        'areal_jax/buffer.py',
+        '\nimport tokenizers\n',
+        """BUILD: 'buffer' imports requirement("tokenizers") and has no edge""",
+    ),
+    'test_file_without_entry': (
+        'tests/losses/test_attic.py',
+        'import jax\n',
+        "BUILD: no py_test 'test_losses_attic'",
+    ),
+    'entry_without_files': (
+        'BUILD',
+        '\npy_library(name = "attic", srcs = glob(["areal_jax/attic/*.py"]))\n',
+        "BUILD: py_library 'attic' stands for nothing",
+    ),
+    'package_without_pin': (
+        'areal_jax/buffer.py',
+        '\nimport torch\n',
+        "imports torch: no file of requirements pins 'torch' for areal_jax",
+    ),
+    'loose_pin': (
+        'requirements.txt',
+        'torch>=2\n',
+        'requirements.txt: torch>=2 has no exact version',
+    ),
+    'path_of_a_machine': (
+        'areal_jax/buffer.py',
+        f'\n_HOME = "{OUTSIDE_PATHS[1]}main"\n',
+        f'areal_jax/buffer.py: mentions {OUTSIDE_PATHS[1]!r}',
+    ),
+    'public_function_without_docstring': (
+        'areal_jax/buffer.py',
+        '\ndef open_attic():\n  return 1\n',
+        'open_attic has no docstring',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', PLANTED)
+def test_planted_fault_is_reported(name, tmp_path):
+  root = _copy(tmp_path)
+  before = set(faults(root))
+  file, text, complaint = PLANTED[name]
+  path = root / file
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.touch()
+  _append(path, text)
+  new = set(faults(root)) - before
+  assert any(complaint in line for line in new), sorted(new)
+
+
+def test_edge_taken_out_of_build_is_reported(tmp_path):
+  root = _copy(tmp_path)
+  rules = expected_rules(root)
+  less = dataclasses.replace(
+      rules['buffer'], deps=rules['buffer'].deps - {':words'}
+  )
+  (root / 'BUILD').write_text(render({**rules, 'buffer': less}))
+  assert list(build_faults(root)) == [
+      "BUILD: 'buffer' imports :words and has no edge to it"
+  ]
+
+
+def test_edge_without_import_is_reported(tmp_path):
+  root = _copy(tmp_path)
+  rules = expected_rules(root)
+  more = dataclasses.replace(
+      rules['buffer'], deps=rules['buffer'].deps | {':mesh'}
+  )
+  (root / 'BUILD').write_text(render({**rules, 'buffer': more}))
+  assert list(build_faults(root)) == [
+      "BUILD: 'buffer' has an edge to :mesh and does not import it"
+  ]
+
+
+def test_written_build_agrees_with_imports(tmp_path):
+  root = _copy(tmp_path)
+  rules = expected_rules(root)
+  (root / 'BUILD').write_text(render(rules))
+  assert read_build(root) == rules
+
+
+if __name__ == '__main__':
+  if sys.argv[1:] != ['--write']:
+    sys.exit('usage: python tests/test_house.py --write')
+  (ROOT / 'BUILD').write_text(render(expected_rules(ROOT)))

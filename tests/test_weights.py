@@ -1,0 +1,100 @@
+"""Publishing: equal tensor by tensor, on other meshes, safe from donation."""
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.mesh.rules import Rules
+from areal_jax.models import transformer
+from areal_jax.telemetry.events import EventLog
+from areal_jax.weights import Publisher, Target
+from tests import tiny
+
+
+def target(name, mesh, got):
+  shardings = transformer.param_shardings(tiny.config(), mesh, Rules())
+  return Target(
+      name,
+      shardings,
+      lambda version, params, swapped: got.append((version, params, swapped)),
+  )
+
+
+def publisher(meshes, dtype=None):
+  got = {f'engine/{i}': [] for i in range(len(meshes))}
+  targets = [
+      target(name, mesh, got[name]) for name, mesh in zip(got, meshes)
+  ]
+  return Publisher(targets, events=EventLog(None), dtype=dtype), got
+
+
+def test_replicas_hold_equal_tensors_after_resharding():
+  source = tiny.params(0, on=tiny.mesh(4, 1))
+  meshes = [tiny.mesh(1, 2, skip=4), tiny.mesh(1, 2, skip=6)]
+  sender, got = publisher(meshes)
+  sender.publish(3, source)
+  for name, mesh in zip(got, meshes):
+    version, params, _ = got[name][0]
+    assert version == 3
+    for sent, arrived in zip(jax.tree.leaves(source), jax.tree.leaves(params)):
+      np.testing.assert_array_equal(np.asarray(sent), np.asarray(arrived))
+      assert arrived.sharding.mesh == mesh
+
+
+def test_published_weights_survive_the_donation_of_their_source():
+  mesh = tiny.mesh(1, 1)
+  source = jax.tree.map(jax.numpy.array, tiny.params(0, on=mesh))
+  before = jax.tree.map(np.asarray, tiny.params(0))
+  sender, got = publisher([mesh])  # colocated: the same device
+  sender.publish(1, source)
+  train = jax.jit(
+      lambda p: jax.tree.map(lambda x: x * 0 - 7, p), donate_argnums=0
+  )
+  jax.block_until_ready(train(source))
+  _, params, _ = got['engine/0'][0]
+  jax.tree.map(np.testing.assert_array_equal, params, before)
+
+
+def test_cast_to_the_rollout_dtype():
+  sender, got = publisher([tiny.mesh(1, 1, skip=1)], dtype='bfloat16')
+  sender.publish(1, tiny.params(0))
+  _, params, _ = got['engine/0'][0]
+  assert {str(x.dtype) for x in jax.tree.leaves(params)} == {'bfloat16'}
+
+
+def test_handle_waits_for_every_replica():
+  sender, got = publisher([tiny.mesh(1, 1, skip=1), tiny.mesh(1, 1, skip=2)])
+  handle = sender.publish(1, tiny.params(0))
+  assert handle.missing == {'engine/0', 'engine/1'}
+  got['engine/0'][0][2](1)
+  with pytest.raises(TimeoutError, match=r"version 1 .* \['engine/1'\]"):
+    handle.wait(0.01)
+  got['engine/1'][0][2](1)
+  handle.wait(0.01)
+
+
+def test_newer_version_acknowledges_the_one_it_overtook():
+  sender, got = publisher([tiny.mesh(1, 1, skip=1)])
+  first = sender.publish(1, tiny.params(0))
+  second = sender.publish(2, tiny.params(1))
+  got['engine/0'][1][2](2)
+  assert not first.missing and not second.missing
+
+
+def test_versions_only_grow():
+  sender, _ = publisher([tiny.mesh(1, 1, skip=1)])
+  sender.publish(2, tiny.params(0))
+  with pytest.raises(ValueError, match='version 2 published after 2'):
+    sender.publish(2, tiny.params(0))
+
+
+def test_only_the_newest_version_is_held():
+  sender, _ = publisher([tiny.mesh(1, 1, skip=1)])
+  with pytest.raises(LookupError, match='no version'):
+    sender.latest()
+  sender.publish(1, tiny.params(0))
+  sender.publish(2, tiny.params(1))
+  assert sender.latest()[0] == 2
+  assert set(sender.get(2)) == {'engine/0'}
+  with pytest.raises(LookupError, match='version 1 is not held, only 2 is'):
+    sender.get(1)

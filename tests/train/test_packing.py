@@ -1,0 +1,162 @@
+"""Packing: Algorithm 1, static shapes, and nothing lost or moved."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies
+
+from areal_jax.config import ConfigError
+from areal_jax.train import packing
+from areal_jax.types import RewardResult
+from areal_jax.types import RewardStatus
+from areal_jax.types import Trajectory
+
+LENGTHS = strategies.lists(
+    strategies.integers(1, 40), min_size=0, max_size=30
+)
+
+
+def trajectory(ids, mask, *, draw=0, sample=0, temperature=1.0):
+  mask = np.asarray(mask, np.float32)
+  count = np.arange(1, len(ids) + 1)
+  return Trajectory(
+      draw_index=draw,
+      sample=sample,
+      segments=(),
+      ids=np.asarray(ids, np.int32),
+      loss_mask=mask,
+      logps=(-0.1 * count * mask).astype(np.float32),
+      versions=np.where(mask > 0, 3, -1).astype(np.int32),
+      turn_ids=np.zeros(len(ids), np.int32),
+      reward=RewardResult(RewardStatus.OK, 1.0),
+      temperature=temperature,
+      admitted_version=3,
+  )
+
+
+def test_algorithm_one_by_hand():
+  # Sorted: 6(1) 5(3) 4(0) 3(4) 2(2). Bins of 9: 6 opens a; 5 cannot join a
+  # and opens b; 4 fits b only; 3 fits a only; 2 fits nowhere (9, 9).
+  assert packing.allocate([4, 6, 2, 5, 3], 9) == [[1, 4], [3, 0], [2]]
+
+
+def test_fewest_sequences_wins_over_least_loaded():
+  # After 5 | 2 2 the next 1 joins the 5: fewer sequences, though more tokens.
+  assert packing.allocate([5, 3, 2, 1], 6, 2) == [[0, 3], [1, 2]]
+  # Equal counts: the least loaded takes it.
+  assert packing.allocate([5, 3, 1], 6, 2) == [[0], [1, 2]]
+
+
+def test_too_long_sequence_is_named():
+  with pytest.raises(ValueError, match='sequence 1 has 11 tokens.*at most 10'):
+    packing.allocate([3, 11, 2], 10)
+
+
+def test_too_few_sequences_for_the_minimum_are_refused():
+  with pytest.raises(ValueError, match='2 sequences.*minimum_bins=3'):
+    packing.allocate([3, 2], 10, 3)
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(LENGTHS, strategies.integers(40, 90), strategies.integers(1, 4))
+def test_allocation_properties(lengths, capacity, rows):
+  bins = packing.allocate(lengths, capacity)
+  loads = [sum(lengths[i] for i in members) for members in bins]
+  assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+  assert all(load <= capacity for load in loads)
+  # Every bin but one is more than half full, or it would have been shared.
+  assert sum(2 * load <= capacity for load in loads) <= 1
+  spread = packing.allocate_rows(lengths, capacity, rows)
+  assert len(spread) % rows == 0
+  assert len(spread) - len(bins) < rows
+  assert sorted(i for b in spread for i in b) == list(range(len(lengths)))
+  assert all(sum(lengths[i] for i in b) <= capacity for b in spread)
+
+
+def test_spread_over_rows_that_would_stay_empty():
+  assert packing.allocate([4, 4, 4, 4], 16) == [[0, 1, 2, 3]]
+  assert packing.allocate_rows([4, 4, 4, 4], 16, 4) == [[0], [1], [2], [3]]
+  assert packing.allocate_rows([4, 4], 16, 4) == [[0, 1], [], [], []]
+
+
+def test_packed_row_by_hand():
+  settings = packing.PackingSettings(row_tokens=6, rows=1)
+  first = trajectory([7, 8, 9], [0, 1, 1], temperature=0.5)
+  second = trajectory([5, 6], [0, 1])
+  (microbatch,) = packing.pack(
+      [first, second],
+      [np.array([0.0, 2.0, 2.0]), np.array([0.0, -1.0])],
+      settings,
+  )
+  expected = {
+      'ids': [7, 8, 9, 5, 6, 0],
+      'positions': [0, 1, 2, 0, 1, 0],
+      'segment_ids': [1, 1, 1, 2, 2, 0],
+      'loss_mask': [0, 1, 1, 0, 1, 0],
+      'behavior_logps': [0, -0.2, -0.3, 0, -0.2, 0],
+      'advantages': [0, 2, 2, 0, -1, 0],
+      'versions': [-1, 3, 3, -1, 3, -1],
+      'temperatures': [0.5, 0.5, 0.5, 1, 1, 1],
+  }
+  for name, values in expected.items():
+    array = getattr(microbatch, name)
+    assert array.shape == (1, 6), name
+    assert array.dtype == getattr(packing.empty(settings), name).dtype
+    np.testing.assert_allclose(array[0], values, rtol=1e-6, err_msg=name)
+  assert packing.padding_fraction([microbatch]) == pytest.approx(1 / 6)
+
+
+@hypothesis_settings(max_examples=30, deadline=None)
+@given(LENGTHS)
+def test_every_token_is_packed_once_in_static_shapes(lengths):
+  settings = packing.PackingSettings(row_tokens=40, rows=3)
+  start = 1
+  sequences = []
+  for length in lengths:
+    ids = np.arange(start, start + length, dtype=np.int32)
+    sequences.append((ids, np.ones(length, np.float32)))
+    start += length
+  microbatches = packing.pack_tokens(sequences, settings)
+  assert all(m.ids.shape == (3, 40) for m in microbatches)
+  packed = []
+  for microbatch in microbatches:
+    for row in range(3):
+      for segment in range(1, microbatch.segment_ids[row].max() + 1):
+        at = microbatch.segment_ids[row] == segment
+        np.testing.assert_array_equal(
+            microbatch.positions[row, at], np.arange(at.sum())
+        )
+        packed.append(tuple(microbatch.ids[row, at]))
+  assert sorted(packed) == sorted(tuple(ids) for ids, _ in sequences)
+  assert sum(m.loss_mask.sum() for m in microbatches) == sum(lengths)
+
+
+def test_end_token_equal_to_the_padding_id_is_still_trained():
+  """CASES A6: pad = eos = 0, response [5, 7, 0] and one cut at its limit."""
+  settings = packing.PackingSettings(row_tokens=6, rows=2)
+  ended = trajectory([4, 5, 7, 0], [0, 1, 1, 1])
+  cut = trajectory([4, 5, 7, 9], [0, 1, 1, 1], sample=1)
+  (microbatch,) = packing.pack([ended, cut], [np.ones(4)] * 2, settings)
+  np.testing.assert_array_equal(microbatch.ids[0], [4, 5, 7, 0, 0, 0])
+  np.testing.assert_array_equal(microbatch.loss_mask[0], [0, 1, 1, 1, 0, 0])
+  np.testing.assert_array_equal(microbatch.segment_ids[0], [1, 1, 1, 1, 0, 0])
+  np.testing.assert_array_equal(microbatch.loss_mask[1], [0, 1, 1, 1, 0, 0])
+
+
+def test_errors_name_the_trajectory_and_both_numbers():
+  settings = packing.PackingSettings(row_tokens=3, rows=1)
+  long = trajectory([1, 2, 3, 4], [0, 1, 1, 1], draw=12, sample=5)
+  with pytest.raises(ValueError, match='draw 12 sample 5 has 4.*row_tokens=3'):
+    packing.pack([long], [np.ones(4)], settings)
+  short = trajectory([1, 2], [0, 1], draw=2)
+  with pytest.raises(ValueError, match='draw 2 .*advantages has length 1'):
+    packing.pack([short], [np.ones(1)], settings)
+  with pytest.raises(ConfigError, match='at.rows is 0, wanted at least 1'):
+    packing.PackingSettings(rows=0).validate('at')
+
+
+def test_nothing_packs_into_nothing():
+  settings = packing.PackingSettings(row_tokens=4, rows=2)
+  assert packing.pack([], [], settings) == []
+  assert packing.padding_fraction([]) == 0

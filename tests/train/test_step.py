@@ -1,0 +1,331 @@
+"""The compiled step: the cut of a batch, what moves, and what must not."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.config import ConfigError
+from areal_jax.losses.policy import PolicyLoss
+from areal_jax.mesh import slices
+from areal_jax.mesh.rules import Rules
+from areal_jax.models import transformer
+from areal_jax.models.config import ModelConfig
+from areal_jax.train import packing
+from areal_jax.train.optimizer import OptimizerSettings
+from areal_jax.train.packing import PackingSettings
+from areal_jax.train.step import NonFiniteError
+from areal_jax.train.step import policy_objective
+from areal_jax.train.step import supervised_objective
+from areal_jax.train.step import TrainStep
+from areal_jax.types import Microbatch
+
+CONFIG = ModelConfig(
+    vocab_size=12,
+    width=16,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_size=8,
+    mlp_width=16,
+)
+RULES = Rules()
+SHAPE = PackingSettings(row_tokens=32, rows=4)
+OPTIMIZER = OptimizerSettings(learning_rate=1e-2, weight_decay=0.1)
+LOSS_TOKENS = (1, 3, 5, 7)
+
+
+def train_mesh(fsdp):
+  settings = slices.MeshSettings(train=slices.TrainMesh(fsdp=fsdp))
+  return slices.cut(jax.devices(), settings).train
+
+
+def policy_step(mesh, **changes):
+  return TrainStep(
+      CONFIG, policy_objective(PolicyLoss()), OPTIMIZER, mesh, RULES, SHAPE,
+      **changes,
+  )
+
+
+@functools.cache
+def host_params():
+  """The same weights for all meshes, drawn once: drawing them compiles."""
+  return jax.device_get(transformer.init_params(CONFIG, 0, None, None))
+
+
+def fresh_state(step, mesh):
+  shardings = transformer.param_shardings(CONFIG, mesh, RULES)
+  return step.initial_state(jax.device_put(host_params(), shardings))
+
+
+def answers(seed=0):
+  """Sequences with prompts of 3 and 1, 3, 5 and 7 loss tokens, as arrays."""
+  random = np.random.default_rng(seed)
+  result = []
+  for count in LOSS_TOKENS:
+    length = 3 + count
+    mask = np.r_[np.zeros(3), np.ones(count)].astype(np.float32)
+    result.append({
+        'ids': random.integers(0, 12, length).astype(np.int32),
+        'loss_mask': mask,
+        'behavior_logps': (-2.4 + 0.3 * random.normal(size=length)) * mask,
+        'advantages': random.normal() * mask,
+        'versions': np.where(mask > 0, 0, -1),
+        'temperatures': 0.7,
+    })
+  return result
+
+
+def one_row_each(sequences) -> Microbatch:
+  """Padded: a row a sequence."""
+  padded = packing.empty(SHAPE)
+  arrays = padded.arrays()
+  for row, sequence in enumerate(sequences):
+    _write(arrays, sequence, row, 0, 1)
+  return padded
+
+
+def all_in_one_row(sequences) -> Microbatch:
+  """Packed: three rows stay empty."""
+  packed = packing.empty(SHAPE)
+  start = 0
+  for segment, sequence in enumerate(sequences, start=1):
+    _write(packed.arrays(), sequence, 0, start, segment)
+    start += len(sequence['ids'])
+  return packed
+
+
+def _write(arrays, sequence, row, start, segment):
+  length = len(sequence['ids'])
+  at = (row, slice(start, start + length))
+  for name, value in sequence.items():
+    arrays[name][at] = value
+  arrays['positions'][at] = np.arange(length)
+  arrays['segment_ids'][at] = segment
+
+
+def total_of(step, state, microbatches, denominator=None, **kwargs):
+  if denominator is None:
+    denominator = sum(m.loss_mask.sum() for m in microbatches)
+  placed = [step.place(m, denominator, 0) for m in microbatches]
+  return step.accumulate(state, placed, **kwargs)
+
+
+def assert_same(one, other, **tolerance):
+  assert jax.tree.structure(one) == jax.tree.structure(other)
+  for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
+    if tolerance:
+      np.testing.assert_allclose(a, b, **tolerance)
+    else:
+      np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture(scope='module')
+def mesh():
+  return train_mesh(2)
+
+
+@pytest.fixture(scope='module')
+def step(mesh):
+  return policy_step(mesh, max_consecutive_skips=2)
+
+
+@pytest.fixture(scope='module')
+def recompute(mesh):
+  """The step of a run with several minibatches."""
+  return policy_step(mesh, recompute_proximal=True)
+
+
+@pytest.fixture(scope='module')
+def whole(step, mesh):
+  """Sums of the four answers in one padded microbatch on two shards."""
+  state = fresh_state(step, mesh)
+  return jax.device_get(total_of(step, state, [one_row_each(answers())]))
+
+
+@pytest.fixture(scope='module')
+def others():
+  """The step on one and on four shards."""
+  return [(policy_step(m), m) for m in (train_mesh(1), train_mesh(4))]
+
+
+def test_gradient_does_not_depend_on_the_cut(step, mesh, others, whole):
+  """CASES A3: 1, 2, 4 microbatches; 1, 2, 4 shards; packed and padded."""
+  assert any(np.abs(g).max() > 1e-2 for g in jax.tree.leaves(whole['gradient']))
+  for one_step, one_mesh in [(step, mesh), *others]:
+    state = fresh_state(one_step, one_mesh)
+    for lay in (one_row_each, all_in_one_row):
+      for parts in (1, 2, 4):
+        cut = np.array_split(np.arange(4), parts)
+        microbatches = [lay([answers()[i] for i in part]) for part in cut]
+        total = jax.device_get(total_of(one_step, state, microbatches, 16.0))
+        assert_same(total, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_denominator_of_each_part_would_be_wrong(step, mesh, whole):
+  """The fault that A3 is about: every microbatch divides by its own tokens."""
+  state = fresh_state(step, mesh)
+  halves = [
+      total_of(step, state, [one_row_each(answers()[i : i + 2])])
+      for i in (0, 2)
+  ]
+  mean = [float(h['loss']) / 2 for h in halves]
+  assert abs(sum(mean) - whole['loss']) > 1e-3
+
+
+def test_supervised_loss_is_the_mean_over_tokens(mesh, recompute):
+  """CASES A3: not the mean of the sequences' means."""
+  supervised = TrainStep(
+      CONFIG, supervised_objective, OPTIMIZER, mesh, RULES, SHAPE
+  )
+  state = fresh_state(supervised, mesh)
+  padded = one_row_each(answers())
+  total = total_of(supervised, state, [padded])
+  batch = recompute.place(padded, 1.0, 0)
+  logps = np.asarray(recompute.proximal(state, batch))
+  by_token = -(logps * padded.loss_mask).sum() / 16
+  by_sequence = -np.mean(
+      (logps * padded.loss_mask).sum(1) / padded.loss_mask.sum(1)
+  )
+  np.testing.assert_allclose(total['loss'], by_token, rtol=1e-5)
+  assert abs(by_token - by_sequence) > 1e-3
+  assert total['stats']['tokens_sum'] == 16
+
+
+def test_masked_answer_leaves_loss_and_denominator(step, mesh):
+  """CASES A4: masking the truncated answer does not shrink the gradient."""
+  state = fresh_state(step, mesh)
+  kept, cut = answers()[2:]
+  cut = {**cut, 'loss_mask': 0 * cut['loss_mask']}
+  together = total_of(step, state, [one_row_each([kept, cut])])
+  alone = total_of(step, state, [one_row_each([kept])])
+  assert together['stats']['tokens_sum'] == 5
+  assert_same(
+      jax.device_get(together), jax.device_get(alone), rtol=1e-5, atol=1e-7
+  )
+
+
+def test_batch_without_any_loss_token_moves_nothing(step, mesh):
+  """CASES A4: all masked gives 0, finite, and no optimizer step."""
+  state = fresh_state(step, mesh)
+  before = jax.device_get(state.policy)
+  masked = [{**a, 'loss_mask': 0 * a['loss_mask']} for a in answers()]
+  total = total_of(step, state, [one_row_each(masked)])
+  assert total['loss'] == 0
+  assert all(not np.any(g) for g in jax.tree.leaves(total['gradient']))
+  state, outcome = step.apply(state, total, teaches=False)
+  assert not step.fetch([outcome], 0)[0].applied
+  assert_same(jax.device_get(state.policy), before)
+
+
+def test_idle_update_moves_neither_parameters_nor_moments(step, mesh):
+  """CASES A5, with momentum and weight decay waiting to act."""
+  state = fresh_state(step, mesh)
+  real = one_row_each(answers())
+  state, _ = step.apply(state, total_of(step, state, [real]), teaches=True)
+  before = jax.device_get(state.policy)
+  flat = one_row_each([{**a, 'advantages': 0.0} for a in answers()])
+  total = total_of(step, state, [flat])
+  state, outcome = step.apply(state, total, teaches=False)
+  (seen,) = step.fetch([outcome], 1)
+  assert not seen.applied and seen.idle_updates == 1
+  assert seen.consecutive_skips == 0
+  assert_same(jax.device_get(state.policy), before)
+  # Training goes on, and the schedule did not count the idle update.
+  state, outcome = step.apply(
+      state, total_of(step, state, [real]), teaches=True
+  )
+  assert step.fetch([outcome], 2)[0].applied
+  assert state.counters.applied_updates == 2
+  moved = jax.tree.leaves(jax.device_get(state.policy.trainable))
+  assert any(
+      np.any(a != b) for a, b in zip(moved, jax.tree.leaves(before.trainable))
+  )
+
+
+def test_weight_decay_would_move_an_idle_batch(step, mesh):
+  """Why idle updates are told apart: a zero gradient still moves weights."""
+  state = fresh_state(step, mesh)
+  before = jax.device_get(state.policy.trainable)
+  flat = one_row_each([{**a, 'advantages': 0.0} for a in answers()])
+  state, _ = step.apply(state, total_of(step, state, [flat]), teaches=True)
+  after = jax.device_get(state.policy.trainable)
+  assert np.any(after['embedding'] != before['embedding'])
+
+
+def test_nonfinite_gradient_is_skipped_and_named(step, mesh):
+  state = fresh_state(step, mesh)
+  real = one_row_each(answers())
+  before = jax.device_get(state.policy)
+  for skips in (1, 2, 3):
+    total = total_of(step, state, [real])
+    leaf = total['gradient']['final_norm']
+    poisoned = np.array(leaf)
+    poisoned[3] = np.inf
+    total['gradient']['final_norm'] = jax.device_put(poisoned, leaf.sharding)
+    state, outcome = step.apply(state, total, teaches=True)
+    assert_same(jax.device_get(state.policy), before)
+    if skips < 3:
+      (seen,) = step.fetch([outcome], 6)
+      assert seen.nonfinite == ('final_norm',)
+      assert (seen.applied, seen.skipped_updates) == (False, skips)
+  with pytest.raises(
+      NonFiniteError, match='step 7: 3 updates in a row.*at most.*=2.*final_norm'
+  ):
+    step.fetch([outcome], 7)
+  state, outcome = step.apply(
+      state, total_of(step, state, [real]), teaches=True
+  )
+  (seen,) = step.fetch([outcome], 8)
+  assert seen.applied and seen.consecutive_skips == 0
+  assert seen.skipped_updates == 3 and state.counters.applied_updates == 1
+
+
+def test_reused_proximal_equals_recomputed(step, mesh, recompute, whole):
+  """With one minibatch the proximal policy is the one that learns."""
+  state = fresh_state(recompute, mesh)
+  batch = recompute.place(one_row_each(answers()), 16.0, 0)
+  logps = recompute.proximal(state, batch)
+  total = jax.device_get(recompute.accumulate(state, [batch], [logps]))
+  assert_same(total, whole, rtol=1e-5, atol=1e-6)
+  # And it is used: another centre changes the ratio.
+  shifted = jax.device_put(np.asarray(logps) - 0.1, logps.sharding)
+  total = recompute.accumulate(state, [batch], [shifted])
+  np.testing.assert_allclose(total['stats']['ratio_max'], np.exp(0.1), rtol=1e-4)
+  with pytest.raises(ValueError, match='given: False, wanted.*=True'):
+    recompute.accumulate(state, [batch])
+  with pytest.raises(ValueError, match='given: True, wanted.*=False'):
+    step.accumulate(state, [batch], [logps])
+
+
+def test_mask_shifted_by_one_is_caught(step, mesh, recompute):
+  """Engine log-probs lie where the mask does; one off, and the gap shows."""
+  state = fresh_state(recompute, mesh)
+  right = one_row_each(answers())
+  batch = recompute.place(right, 16.0, 0)
+  logps = np.asarray(recompute.proximal(state, batch))
+  right = dataclasses.replace(right, behavior_logps=logps * right.loss_mask)
+  total = total_of(step, state, [right])
+  assert total['stats']['fresh_tokens_sum'] == 16
+  assert total['stats']['fresh_gap_max'] < 1e-5
+  wrong = dataclasses.replace(
+      right,
+      loss_mask=np.roll(right.loss_mask, -1, axis=1),
+      versions=np.zeros_like(right.versions),
+  )
+  assert total_of(step, state, [wrong])['stats']['fresh_gap_max'] > 0.1
+
+
+def test_fresh_tokens_are_those_of_the_version(step, mesh):
+  state = fresh_state(step, mesh)
+  batch = step.place(one_row_each(answers()), 16.0, 1)
+  stats = jax.device_get(step.accumulate(state, [batch])['stats'])
+  assert stats['fresh_tokens_sum'] == 0 and stats['gap_sum'] > 0
+
+
+def test_rows_that_do_not_divide_are_refused():
+  devices = np.array(jax.devices()).reshape(8, 1)
+  with pytest.raises(ConfigError, match='packing.rows is 4.*multiple of the 8'):
+    policy_step(jax.sharding.Mesh(devices, slices.AXES))

@@ -1,0 +1,334 @@
+"""The trainer: order, versions, metrics by hand, resume, no recompiling."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.config import ConfigError
+from areal_jax.losses.policy import PolicyLoss
+from areal_jax.mesh import slices
+from areal_jax.mesh.rules import Rules
+from areal_jax.models import transformer
+from areal_jax.models.config import ModelConfig
+from areal_jax.telemetry.compilations import CompilationCounter
+from areal_jax.telemetry.metrics import METRICS
+from areal_jax.train import trainer as trainer_lib
+from areal_jax.train.optimizer import learning_rate
+from areal_jax.train.optimizer import OptimizerSettings
+from areal_jax.train.packing import PackingSettings
+from areal_jax.train.step import NonFiniteError
+from areal_jax.train.trainer import Trainer
+from areal_jax.train.trainer import TrainSettings
+from areal_jax.types import Draw
+from areal_jax.types import Group
+from areal_jax.types import Problem
+from areal_jax.types import RewardResult
+from areal_jax.types import RewardStatus
+from areal_jax.types import Segment
+from areal_jax.types import StopReason
+from areal_jax.types import Trajectory
+
+CONFIG = ModelConfig(
+    vocab_size=12,
+    width=16,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_size=8,
+    mlp_width=16,
+)
+SETTINGS = TrainSettings(
+    minibatches=2,
+    max_consecutive_skips=1,
+    packing=PackingSettings(row_tokens=12, rows=2),
+    loss=PolicyLoss(kl_coefficient=0.1),
+    optimizer=OptimizerSettings(
+        learning_rate=1e-2,
+        schedule='cosine',
+        warmup_steps=2,
+        total_steps=40,
+    ),
+)
+
+
+def answer(draw, sample, reward, versions, stop=StopReason.STOP):
+  """Prompt of two tokens; one sampled token for each of `versions`."""
+  random = np.random.default_rng([draw, sample])
+  count = len(versions)
+  mask = np.r_[0, 0, np.ones(count)].astype(np.float32)
+  ids = np.r_[10, draw % 10, random.integers(0, 10, count)]
+  return Trajectory(
+      draw_index=draw,
+      sample=sample,
+      segments=(Segment('prompt', 0, 2), Segment('sampled', 2, count, stop)),
+      ids=ids.astype(np.int32),
+      loss_mask=mask,
+      logps=(-2.5 * mask).astype(np.float32),
+      versions=np.r_[-1, -1, versions].astype(np.int32),
+      turn_ids=np.zeros(2 + count, np.int32),
+      reward=RewardResult(RewardStatus.OK, float(reward)),
+      temperature=1.0,
+      admitted_version=min(versions),
+  )
+
+
+def group(draw, *members):
+  problem = Problem(f'p{draw}', 'test', 'prompt', 'answer')
+  return Group(Draw(draw, 0, problem), len(members), members, (), 0)
+
+
+def batch(first=0, groups=4):
+  """Groups of three answers of 2 to 6 tokens, all of version 0."""
+  random = np.random.default_rng(first)
+  return [
+      group(
+          draw,
+          *(
+              answer(draw, s, s % 2, [0] * random.integers(2, 7))
+              for s in range(3)
+          ),
+      )
+      for draw in range(first, first + groups)
+  ]
+
+
+@pytest.fixture(scope='module')
+def parts():
+  settings = slices.MeshSettings(train=slices.TrainMesh(fsdp=2))
+  mesh = slices.cut(jax.devices(), settings).train
+  rules = Rules()
+  params = jax.device_get(transformer.init_params(CONFIG, 0, mesh, rules))
+  shardings = transformer.param_shardings(CONFIG, mesh, rules)
+  return mesh, rules, lambda: jax.device_put(params, shardings)
+
+
+@pytest.fixture(scope='module')
+def trainer(parts):
+  mesh, rules, params = parts
+  made = Trainer(CONFIG, SETTINGS, mesh, rules, params())
+  made.warm_up()
+  return made
+
+
+@pytest.fixture(scope='module')
+def start(trainer):
+  """The state at version 0, on the host."""
+  return jax.device_get(trainer.state)
+
+
+@pytest.fixture
+def restart(trainer, start):
+  """The same compiled trainer, put back to version 0."""
+  trainer.state = jax.device_put(start, trainer.state_shardings())
+  return trainer
+
+
+def leaves(trainer_):
+  return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer_.params)]
+
+
+def test_nothing_compiles_after_warm_up(restart):
+  counter = CompilationCounter().install()
+  counter.mark_warm()
+  try:
+    for first, groups in ((0, 4), (4, 2), (6, 9)):  # 1 to 4 microbatches
+      restart.step(batch(first, groups))
+  finally:
+    counter.uninstall()
+  assert counter.names_since_warm == []
+  assert restart.version == 3
+
+
+def test_version_counts_steps_and_not_updates(restart):
+  restart.step(batch())
+  assert restart.version == 1
+  assert restart.state.counters.applied_updates == 2
+
+
+def test_order_of_arrival_changes_no_bit(restart, start):
+  metrics = restart.step(batch())
+  straight = leaves(restart)
+  restart.state = jax.device_put(start, restart.state_shardings())
+  shuffled = [
+      dataclasses.replace(g, trajectories=g.trajectories[::-1])
+      for g in batch()[::-1]
+  ]
+  assert restart.step(shuffled) == metrics
+  for a, b in zip(straight, leaves(restart)):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_resume_equals_the_uninterrupted_run(restart, parts):
+  """CASES A18: in bits, the learning rate included."""
+  rates = []
+  for step in range(2):
+    rates.append(restart.step(batch(step))['learning_rate'])
+  saved = jax.device_get(restart.state)
+  for step in range(2, 4):
+    rates.append(restart.step(batch(step))['learning_rate'])
+  whole = leaves(restart)
+  restart.state = jax.device_put(saved, restart.state_shardings())
+  assert restart.version == 2
+  resumed = [
+      restart.step(batch(step))['learning_rate'] for step in range(2, 4)
+  ]
+  assert resumed == rates[2:]
+  # Two updates a step; the metric is that of the second.
+  wanted = [learning_rate(SETTINGS.optimizer, s) for s in (1, 3, 5, 7)]
+  np.testing.assert_allclose(rates, wanted, rtol=1e-6)
+  for a, b in zip(whole, leaves(restart)):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_zero_variance_batch_is_idle_and_training_goes_on(restart):
+  """CASES A5, with a KL term and weight decay that would act."""
+  restart.step(batch())
+  before = jax.device_get(restart.state)
+  flat = [
+      dataclasses.replace(
+          g,
+          trajectories=tuple(
+              dataclasses.replace(
+                  t, reward=RewardResult(RewardStatus.OK, 0.3)
+              )
+              for t in g.trajectories
+          ),
+      )
+      for g in batch(4)
+  ]
+  metrics = restart.step(flat)
+  assert metrics['zero_variance_fraction'] == 1.0
+  assert metrics['skipped_steps'] == 2
+  assert restart.version == 2
+  assert restart.state.counters.idle_updates == 2
+  after = jax.device_get(restart.state.policy)
+  for a, b in zip(jax.tree.leaves(before.policy), jax.tree.leaves(after)):
+    np.testing.assert_array_equal(a, b)
+  restart.step(batch(8))
+  assert restart.state.counters.applied_updates == 4
+
+
+def test_nonfinite_engine_log_prob_ends_the_run_with_names(restart):
+  bad = batch()
+  first = bad[0].trajectories[0]
+  logps = first.logps.copy()
+  logps[2] = np.nan
+  members = (dataclasses.replace(first, logps=logps), *bad[0].trajectories[1:])
+  bad[0] = dataclasses.replace(bad[0], trajectories=members)
+  metrics = restart.step(bad)  # one of two minibatches
+  assert metrics['skipped_steps'] == 1
+  assert np.isfinite(metrics['gradient_norm'])
+  bad[2] = dataclasses.replace(bad[0], draw=dataclasses.replace(bad[2].draw, draw_index=7))
+  with pytest.raises(NonFiniteError, match='step 1: 2 updates.*loss.*query'):
+    restart.step(bad)
+  assert all(np.isfinite(leaf).all() for leaf in leaves(restart))
+
+
+def test_metrics_are_registered_and_complete(restart):
+  metrics = restart.step(batch())
+  assert set(metrics) - {'trained_tokens'} <= set(METRICS)
+  assert all(np.isfinite(value) for value in metrics.values())
+  tokens = sum(t.loss_mask.sum() for g in batch() for t in g.trajectories)
+  assert metrics['trained_tokens'] == tokens
+  assert metrics['reward_mean'] == pytest.approx(1 / 3)
+  assert metrics['kl_reference'] == pytest.approx(0, abs=1e-3)
+  assert metrics['importance_weight_mean'] > 0
+  assert 0 < metrics['effective_sample_size'] <= 1
+  assert 'logprob_gap_fresh_max' in metrics
+  # Version 1 now: no token is fresh any more.
+  metrics = restart.step(batch(4))
+  assert 'logprob_gap_fresh_max' not in metrics
+  assert metrics['logprob_gap_mean'] > 0
+  assert metrics['staleness_mean'] == 1.0
+
+
+def test_version_labels_give_the_staleness_metrics():
+  """By hand, at version 5: ages 0 0 | 2 1 0 | 3 3 3 and 4."""
+  groups = [
+      group(
+          0,
+          answer(0, 0, 1, [5, 5]),
+          answer(0, 1, 0, [3, 4, 5], StopReason.LENGTH),
+      ),
+      group(1, answer(1, 0, 0.5, [2, 2, 2]), answer(1, 1, 0.5, [1])),
+  ]
+  metrics = trainer_lib.describe(groups, 5)
+  assert metrics == {
+      'reward_mean': pytest.approx(0.5),
+      'reward_std': pytest.approx(np.sqrt(0.125)),
+      'zero_variance_fraction': 0.5,
+      'response_length_mean': 2.25,
+      'truncated_fraction': 0.25,
+      'mixed_version_fraction': 0.25,
+      'head_staleness_max': 4.0,
+      'staleness_mean': pytest.approx(16 / 9),
+      'staleness_max': 4.0,
+  }
+
+
+def test_advantages_follow_the_group_ids_and_not_the_order():
+  """A failed member leaves its group smaller and no other group changed."""
+  groups = batch()
+  groups[0] = dataclasses.replace(
+      groups[0],
+      trajectories=groups[0].trajectories[1:],
+      failed=((0, 'timeout'),),
+  )
+  whole = trainer_lib.prepare(batch(), SETTINGS)
+  partial = trainer_lib.prepare(groups, SETTINGS)
+  for a, b in zip(whole[1].microbatches, partial[1].microbatches, strict=True):
+    np.testing.assert_array_equal(a.advantages, b.advantages)
+  assert partial[0].tokens < whole[0].tokens
+
+
+def test_minibatches_hold_whole_groups_in_order():
+  parts_ = trainer_lib.prepare(batch(groups=5), SETTINGS)
+  lengths = [
+      sum(t.loss_mask.sum() for t in g.trajectories) for g in batch(groups=5)
+  ]
+  assert [p.tokens for p in parts_] == [sum(lengths[:3]), sum(lengths[3:])]
+  assert all(p.teaches for p in parts_)
+
+
+def test_rewarded_answers_become_likelier(restart):
+  groups = batch()
+  tokens = groups[0].trajectories[1]  # the one of its group with reward 1
+
+  def logp():
+    def score(params):
+      logits = transformer.forward(
+          CONFIG,
+          params,
+          tokens.ids[None],
+          np.arange(len(tokens.ids))[None],
+          np.ones_like(tokens.ids)[None],
+      )
+      return jax.nn.log_softmax(logits[0])
+
+    found = np.asarray(jax.jit(score)(jax.device_get(restart.params)))
+    at = np.arange(1, len(tokens.ids) - 1)
+    return found[at, tokens.ids[at + 1]].sum()
+
+  before = logp()
+  for _ in range(4):
+    restart.step(groups)
+  assert logp() > before + 0.1
+
+
+def test_bad_batches_are_refused_before_any_device_work(restart):
+  with pytest.raises(ValueError, match='1 groups for train.minibatches=2'):
+    restart.step(batch(groups=1))
+  with pytest.raises(ValueError, match='draw 0 comes twice'):
+    restart.step(batch()[:1] * 2)
+  with pytest.raises(ValueError, match='draw 9 has no trajectories'):
+    restart.step([*batch(), group(9)])
+  member = dataclasses.replace(
+      answer(9, 0, 1, [0]), reward=RewardResult(RewardStatus.TIMEOUT)
+  )
+  with pytest.raises(ValueError, match="draw 9 sample 0.*'timeout'"):
+    restart.step([*batch(), group(9, member)])
+  assert restart.version == 0
+  with pytest.raises(ConfigError, match='train.minibatches is 0'):
+    TrainSettings(minibatches=0).validate('train')
