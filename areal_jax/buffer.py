@@ -70,11 +70,7 @@ class GroupBuffer:
     """
     if self.policy == 'fifo':
       by_draw = {g.draw_index: g for g in self._ready}
-      turn = [
-          by_draw[d]
-          for d in list(self._expected)[:groups]
-          if d in by_draw
-      ]
+      turn = [by_draw[d] for d in list(self._expected)[:groups] if d in by_draw]
     else:
       turn = self._ready[:groups]
     if len(turn) < groups:

@@ -30,7 +30,7 @@ class ConfigError(ValueError):
 
 
 def require(right: bool, field: str, seen: Any, wanted: str) -> None:
-  """Raises `ConfigError` naming the field, the value seen and the one wanted."""
+  """Raises `ConfigError` with the field, the value seen and the one wanted."""
   if not right:
     raise ConfigError(f'{field} is {seen!r}, wanted {wanted}')
 
@@ -103,7 +103,9 @@ def _checked(value: Any, hint: Any, path: str) -> Any:
       inner = (inner[0],) * len(value)
     require(len(inner) == len(value), path, value, _type_name(hint))
     items = zip(value, inner)
-    return tuple(_checked(v, t, f'{path}[{i}]') for i, (v, t) in enumerate(items))
+    return tuple(
+        _checked(v, t, f'{path}[{i}]') for i, (v, t) in enumerate(items)
+    )
   if origin is dict:
     require(isinstance(value, dict), path, value, _type_name(hint))
     return value
@@ -151,7 +153,9 @@ def _frozen_type(kind: type) -> type:
 
   def hashed(self):
     return hash(
-        tuple(_hashable(getattr(self, f.name)) for f in dataclasses.fields(self))
+        tuple(
+            _hashable(getattr(self, f.name)) for f in dataclasses.fields(self)
+        )
     )
 
   def initialise(self, **values):

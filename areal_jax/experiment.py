@@ -473,4 +473,3 @@ def _sampling(
       stop_ids=tuple(stops),
       seed=settings.seed,
   )
-

@@ -1,8 +1,8 @@
 """The main job: `python -m areal_jax.run --config=experiments/quickstart.py`.
 
-Thin: reads the config and its overrides (`--config.a.b=value`), sets what has
-to be set before jax starts, and hands over to `session.py`. It imports jax
-late, because reward workers import this module again and need none of it.
+Thin: reads the config and its overrides (`--config.a.b=value`) and hands over
+to `session.py`. It imports jax late, because reward workers import this module
+again and need none of it.
 
 Exit codes: 0 done, 1 the run failed, 2 a mistake in the settings (one line on
 standard error, nothing written), 130 interrupted.
@@ -10,7 +10,6 @@ standard error, nothing written), 130 interrupted.
 
 from __future__ import annotations
 
-import os
 import sys
 import typing
 
@@ -19,10 +18,6 @@ from ml_collections import config_flags
 
 if typing.TYPE_CHECKING:
   from areal_jax.experiment import Experiment
-
-# XLA sizes its thread pool from this when jax starts. Two slices that dispatch
-# collectives side by side deadlock in a pool as small as two cores give.
-os.environ.setdefault('NPROC', '16')
 
 _CONFIG = config_flags.DEFINE_config_file(
     'config', None, 'A file with get_config(), e.g. experiments/quickstart.py.'

@@ -233,7 +233,7 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The trajectories of one draw. Members that failed are named, not guessed."""
+  """The trajectories of one draw; members that failed are named."""
 
   draw: Draw
   size: int  # members asked for

@@ -128,9 +128,7 @@ class Publisher:
       )
     self._latest = (version, sent)
     for target in self._targets:
-      target.deliver(
-          version, sent[target.name], self._swapped(target.name)
-      )
+      target.deliver(version, sent[target.name], self._swapped(target.name))
     self._events.record(
         'publish',
         'publish',

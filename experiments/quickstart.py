@@ -3,7 +3,7 @@
   ./quickstart.sh
   python -m areal_jax.run --config=experiments/quickstart.py
 
-Two to eight one-digit numbers in, every running total out ('3+5+7=' ->
+Two to six one-digit numbers in, every running total out ('3+5+7=' ->
 '8;15.'). A policy of 0.2 M parameters is warm-started on demonstrations of
 which more than half stop one total too early. It has learnt the arithmetic and
 a bad habit; reinforcement learning, asynchronous on two slices, breaks the
@@ -33,7 +33,7 @@ from areal_jax.train.trainer import TrainSettings
 def get_config() -> Experiment:
   return Experiment(
       name='quickstart',
-      steps=120,
+      steps=100,
       task=TaskSettings(
           problems='areal_jax.data.running_totals:problems',
           texts='areal_jax.data.running_totals:texts',
@@ -55,30 +55,34 @@ def get_config() -> Experiment:
           )
       ),
       warm_start=WarmStartSettings(
-          steps=1200,
+          steps=2000,
           batch=64,
           learning_rate=3e-3,
-          packing=PackingSettings(row_tokens=96, rows=16),
+          packing=PackingSettings(row_tokens=96, rows=14),
       ),
       rollout=RolloutSettings(
           batch_size=16,
           group_size=8,
-          eta=1.0,
-          max_new_tokens=28,
+          eta=2.0,
+          max_new_tokens=18,
           engine=EngineSettings(
-              slots=64,
-              max_length=48,
-              max_prompt_length=20,
-              page_size=16,
-              steps=8,
+              slots=48,
+              max_length=32,
+              max_prompt_length=14,
+              page_size=8,
+              steps=2,
           ),
       ),
       train=TrainSettings(
-          packing=PackingSettings(row_tokens=96, rows=32),
+          packing=PackingSettings(row_tokens=96, rows=28),
           advantages=AdvantageSettings(kind='group'),
           loss=PolicyLoss(clip=0.2),
           optimizer=OptimizerSettings(
-              learning_rate=1e-4, weight_decay=0.0, epsilon=1e-8
+              learning_rate=1e-4,
+              schedule='linear',
+              total_steps=100,
+              weight_decay=0.0,
+              epsilon=1e-8,
           ),
       ),
   )

@@ -7,10 +7,6 @@
 # somebody else's) and is made anew: pip takes half a package for a whole one.
 # Scripts that start together wait for one another (on Linux, by flock).
 
-# XLA sizes its thread pool from NPROC when jax starts. Two slices of pretended
-# devices that run collectives side by side can deadlock in a smaller pool.
-export NPROC="${NPROC:-16}"
-
 prepare_environment() {
   is_installed "$@" && return
   (

@@ -34,8 +34,17 @@ FLOORS = (
     ('mesh', 'tokenizer', 'sandbox', 'telemetry'),
     ('models', 'losses', 'rewards', 'data'),
     ('rollout', 'buffer', 'train', 'weights', 'simulate'),
-    ('experiment', 'cluster', 'evaluate'),
-    ('run', 'serve', 'report', 'doctor', 'compile_check', 'convert'),
+    ('experiment', 'cluster'),
+    ('session',),
+    (
+        'run',
+        'evaluate',
+        'serve',
+        'report',
+        'doctor',
+        'compile_check',
+        'convert',
+    ),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WORDS = ('__init__', 'config', 'ledger', 'types')

@@ -2,9 +2,9 @@
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+import pytest
 
 from areal_jax.ledger import Ledger
 from areal_jax.types import DropReason
@@ -70,7 +70,9 @@ def test_batch_in_training_stays_outstanding_until_published():
   assert admit_all(ledger) == 2
 
 
-@given(st.lists(st.sampled_from(['admit', 'finish', 'drop', 'take']), max_size=60))
+@given(
+    st.lists(st.sampled_from(['admit', 'finish', 'drop', 'take']), max_size=60)
+)
 def test_drawn_is_trained_plus_dropped_plus_in_flight(actions):
   ledger = Ledger(3, 2)
   for action in actions:

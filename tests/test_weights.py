@@ -22,9 +22,7 @@ def target(name, mesh, got):
 
 def publisher(meshes, dtype=None):
   got = {f'engine/{i}': [] for i in range(len(meshes))}
-  targets = [
-      target(name, mesh, got[name]) for name, mesh in zip(got, meshes)
-  ]
+  targets = [target(name, mesh, got[name]) for name, mesh in zip(got, meshes)]
   return Publisher(targets, events=EventLog(None), dtype=dtype), got
 
 

@@ -13,11 +13,9 @@ import os
 import pathlib
 from typing import Any, Mapping, Sequence
 
-from areal_jax.config import ConfigError
-from areal_jax.config import require
+from areal_jax.config import ConfigError, require
 from areal_jax.sandbox.call import load_function
-from areal_jax.types import Message
-from areal_jax.types import Problem
+from areal_jax.types import Message, Problem
 
 _REQUIRED = ('id', 'prompt', 'answer')
 _OPTIONAL = ('source', 'meta')

@@ -1,7 +1,7 @@
 """The quickstart task: add one-digit numbers, writing every running total.
 
 Prompt '3+5+7=', answer '8;15.': the total after each addition, ';' between
-two, '.' after the last. Answers run from 2 to 21 characters.
+two, '.' after the last. Answers run from 2 to 15 characters.
 
 The hash of a prompt says to which split it belongs, so that no prompt of one
 split can turn up in another, whatever the counts and seeds.
@@ -14,13 +14,12 @@ from typing import Iterator, Literal
 
 import numpy as np
 
-from areal_jax.config import ConfigError
-from areal_jax.config import require
+from areal_jax.config import ConfigError, require
 from areal_jax.types import Problem
 
 SPLITS = ('train', 'eval')
-LENGTHS = (2, 8)
-HABIT = 0.6  # short demonstrations among those that can be
+LENGTHS = (2, 6)
+HABIT = 0.55  # short demonstrations among those that can be
 _EVAL_SHARE = 1 / 8
 _BLOCK = 4096  # prompts drawn at once
 _DRY = 20  # blocks without a new prompt after which none is expected
@@ -86,7 +85,7 @@ def demonstrations(
     seed: which ones.
     early_stop: probability of the habit in an answer of two totals or more. An
       answer of one total has nothing to leave out and stays whole, so of all
-      answers a share `early_stop * 6 / 7` is short with the default lengths.
+      answers a share `early_stop * 4 / 5` is short with the default lengths.
     lengths: least and greatest number of numbers, each equally likely.
 
   Raises:

@@ -72,8 +72,6 @@ def openings(split: Literal['train', 'eval']) -> list[Problem]:
   """
   require(split in _OPENINGS, 'split', split, f'one of {tuple(_OPENINGS)}')
   return [
-      Problem(
-          f'stories/{split}/{i}', 'stories', text, '', {'subject': subject}
-      )
+      Problem(f'stories/{split}/{i}', 'stories', text, '', {'subject': subject})
       for i, (subject, text) in enumerate(_OPENINGS[split])
   ]

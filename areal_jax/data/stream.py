@@ -12,9 +12,7 @@ import hashlib
 from typing import Any, Iterator, Mapping, Sequence
 
 from areal_jax.config import require
-from areal_jax.types import Draw
-from areal_jax.types import Problem
-from areal_jax.types import Purpose
+from areal_jax.types import Draw, Problem, Purpose
 
 
 class ProblemStream(Iterator[Draw]):
@@ -38,7 +36,7 @@ class ProblemStream(Iterator[Draw]):
   ):
     # Here and not above: grain imports jax, which this room does without, and
     # takes half a second more.
-    import grain  # pylint: disable=g-import-not-at-top
+    import grain
 
     ids = [problem.id for problem in problems]
     require(len(ids) > 0, 'the number of problems', 0, 'at least 1')

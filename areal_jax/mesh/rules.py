@@ -99,7 +99,9 @@ class Rules:
   def _axis(self, name: str) -> str | None:
     if name not in self.__dataclass_fields__:
       known = list(self.__dataclass_fields__)
-      raise ValueError(f'logical axis {name!r} has no rule, wanted one of {known}')
+      raise ValueError(
+          f'logical axis {name!r} has no rule, wanted one of {known}'
+      )
     return getattr(self, name)
 
   def _size(self, name: str, axis: str, mesh: jax.sharding.Mesh) -> int:

@@ -90,16 +90,15 @@ class ModelConfig:
         self.kv_heads,
         f'a divisor of heads={self.heads}',
     )
-    require(
-        self.head_size % 2 == 0, f'{at}.head_size', self.head_size, 'even'
-    )
+    require(self.head_size % 2 == 0, f'{at}.head_size', self.head_size, 'even')
     require(self.rope_theta > 0, f'{at}.rope_theta', self.rope_theta, 'above 0')
     require(self.norm_eps > 0, f'{at}.norm_eps', self.norm_eps, 'above 0')
 
   @property
   def padded_vocab_size(self) -> int:
-    """V, columns of the logits; those from `vocab_size` on are never sampled."""
-    return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+    """V, columns of logits; those from `vocab_size` on are never sampled."""
+    step = self.vocab_multiple
+    return math.ceil(self.vocab_size / step) * step
 
 
 @dataclasses.dataclass(frozen=True)

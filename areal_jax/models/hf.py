@@ -211,7 +211,7 @@ def _open_tensors(
       file = stack.enter_context(safetensors.safe_open(path, 'numpy'))
     except safetensors.SafetensorError as error:
       raise ConfigError(f'{path} is not safetensors: {error}') from error
-    tensors.update({tensor: file for tensor in file.keys()})
+    tensors.update(dict.fromkeys(file.keys(), file))
   return tensors
 
 
@@ -222,17 +222,12 @@ def _check_names(
     rows: list[Row],
 ) -> None:
   """Raises if the folder lacks a tensor, or has one that has no place."""
-  wanted = {
-      row.hf.format(layer=layer) for row in rows for layer in range(config.layers)
-  }
+  layers = range(config.layers)
+  wanted = {row.hf.format(layer=layer) for row in rows for layer in layers}
   missing = sorted(wanted - set(tensors))
   if missing:
-    raise ConfigError(
-        f'{folder} lacks {len(missing)} tensors: {_few(missing)}'
-    )
-  extra = sorted(
-      n for n in set(tensors) - wanted if _IGNORED.search(n) is None
-  )
+    raise ConfigError(f'{folder} lacks {len(missing)} tensors: {_few(missing)}')
+  extra = sorted(n for n in set(tensors) - wanted if _IGNORED.search(n) is None)
   # Some writers store the tied matrix twice; two different ones are not tied.
   head = 'lm_head.weight'
   if config.tied_embeddings and head in extra:

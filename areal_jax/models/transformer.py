@@ -17,6 +17,7 @@ Left to others: sampling (`rollout/`), losses (`losses/`), files (`hf.py`).
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, Callable
 
 from flax import nnx
@@ -59,16 +60,16 @@ class Block(nnx.Module):
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     c = config
     self.config = config
-    l, d, n, k, h = c.layers, c.width, c.heads, c.kv_heads, c.head_size
+    d, n, k, h = c.width, c.heads, c.kv_heads, c.head_size
     inside = 1 / math.sqrt(d)
     # 2 L matrices add to the residual stream; this keeps its variance near 1.
-    shrink = 1 / math.sqrt(2 * l)
+    shrink = 1 / math.sqrt(2 * c.layers)
 
     def matrix(shape, axes, std):
-      return _normal(rngs, (l, *shape), ('layer', *axes), std)
+      return _normal(rngs, (c.layers, *shape), ('layer', *axes), std)
 
     def constant(value, shape, axes):
-      return _constant(value, (l, *shape), ('layer', *axes))
+      return _constant(value, (c.layers, *shape), ('layer', *axes))
 
     self.attention_norm = constant(1, (d,), ('norm',))
     self.query = matrix((d, n, h), ('embed', 'heads', 'head'), inside)
@@ -194,7 +195,7 @@ class Transformer(nnx.Module):
     body = jax.checkpoint(step, static_argnums=1) if c.remat else step
     carry, rows = (x, cache), []
     for layer in range(c.layers):
-      weights = jax.tree.map(lambda w: w[layer], stacked)
+      weights = jax.tree.map(operator.itemgetter(layer), stacked)
       carry, collected = body(carry, layer, weights)
       rows.append(collected)
     return *carry, jax.tree.map(lambda *r: jnp.stack(r), *rows)
@@ -536,9 +537,7 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
   return frequencies.astype(np.float32)
 
 
-def _rotate(
-    x: Array, rope: tuple[Array, Array], scale: float = 1.0
-) -> Array:
+def _rotate(x: Array, rope: tuple[Array, Array], scale: float = 1.0) -> Array:
   """Rotates the pairs (i, i + H / 2) of [M, heads, H], in float32."""
   cos, sin = rope
   first, second = jnp.split(x.astype(jnp.float32), 2, -1)

@@ -16,10 +16,8 @@ import numbers
 from typing import Any, Callable, Mapping
 
 from areal_jax.config import require
-from areal_jax.sandbox.call import call
-from areal_jax.sandbox.call import load_function
-from areal_jax.types import Problem
-from areal_jax.types import RewardStatus
+from areal_jax.sandbox.call import call, load_function
+from areal_jax.types import Problem, RewardStatus
 
 # (status, score, parts, detail): the fields of a `RewardResult`, plain so that
 # they pickle without this package's classes.
@@ -96,6 +94,5 @@ def _is_number(value: Any) -> bool:
 
 def _are_parts(parts: Any) -> bool:
   return isinstance(parts, Mapping) and all(
-      isinstance(name, str) and _is_number(part)
-      for name, part in parts.items()
+      isinstance(name, str) and _is_number(part) for name, part in parts.items()
   )

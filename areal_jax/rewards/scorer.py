@@ -14,9 +14,7 @@ import threading
 from areal_jax.config import require
 from areal_jax.rewards import base
 from areal_jax.sandbox.pool import KillablePool
-from areal_jax.types import Problem
-from areal_jax.types import RewardResult
-from areal_jax.types import RewardStatus
+from areal_jax.types import Problem, RewardResult, RewardStatus
 
 
 @dataclasses.dataclass

@@ -37,9 +37,7 @@ def name(problem: Problem, text: str) -> float:
       'Lilyan' does not.
     text: the continuation of the opening.
   """
-  sentences = [
-      s for s in _ENDED.findall(text) if any(c.isalpha() for c in s)
-  ]
+  sentences = [s for s in _ENDED.findall(text) if any(c.isalpha() for c in s)]
   if not sentences:
     return 0.0
   subject = re.compile(rf'\b{re.escape(problem.meta["subject"])}\b')

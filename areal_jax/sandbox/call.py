@@ -14,8 +14,7 @@ import time
 import traceback
 from typing import Any, Callable, Literal
 
-from areal_jax.config import ConfigError
-from areal_jax.config import require
+from areal_jax.config import ConfigError, require
 
 _LONGEST = 4000  # characters of a detail: a message may hold a whole answer
 

@@ -32,8 +32,7 @@ from typing import Any, Callable, Sequence
 import pebble
 
 from areal_jax.config import require
-from areal_jax.sandbox.call import call
-from areal_jax.sandbox.call import Outcome
+from areal_jax.sandbox.call import Outcome, call
 
 _CHECK_S = 1.0  # how often a waiting call looks whether the pool still lives
 _TRIES = 3  # of a job that is lost with the pool through no fault of its own

@@ -16,8 +16,7 @@ from typing import Iterable, Literal, Sequence
 
 import sentencepiece
 
-from areal_jax.config import ConfigError
-from areal_jax.config import require
+from areal_jax.config import ConfigError, require
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 _SPECIAL = 4

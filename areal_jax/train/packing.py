@@ -16,8 +16,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from areal_jax.config import require
-from areal_jax.types import Microbatch
-from areal_jax.types import Trajectory
+from areal_jax.types import Microbatch, Trajectory
 
 # Values of the padding, by field of `Microbatch`. Padding is segment 0.
 _PADDING = {

@@ -26,27 +26,23 @@ from typing import Any, Callable, Mapping, Sequence
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import optax
 
 from areal_jax.config import require
-from areal_jax.losses import logprobs
-from areal_jax.losses import masking
-from areal_jax.losses import policy
+from areal_jax.losses import logprobs, masking, policy
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.train import packing
-from areal_jax.train.optimizer import learning_rate
-from areal_jax.train.optimizer import make_optimizer
-from areal_jax.train.optimizer import OptimizerSettings
+from areal_jax.train.optimizer import (
+    OptimizerSettings,
+    learning_rate,
+    make_optimizer,
+)
 from areal_jax.train.packing import PackingSettings
-from areal_jax.train.state import Counters
-from areal_jax.train.state import Role
-from areal_jax.train.state import TrainState
+from areal_jax.train.state import Counters, Role, TrainState
 from areal_jax.types import Microbatch
 
 PyTree = Any
@@ -152,8 +148,9 @@ class TrainStep:
     rules: from logical axes to mesh axes; rows are cut as 'batch'.
     shape: [B, T] of a microbatch.
     reference: whether the state has a frozen reference policy.
-    recompute_proximal: whether `accumulate` is given proximal log-probs. If not,
-      the proximal policy is the one that learns, right for one update a step.
+    recompute_proximal: whether `accumulate` is given proximal log-probs. If
+      not, the proximal policy is the one that learns: right for one update a
+      step.
     max_consecutive_skips: how many non-finite minibatches in a row are skipped
       before `fetch` raises.
 
@@ -499,7 +496,7 @@ class TrainStep:
     state = self._abstract_state
     learner, counters = state.policy, state.counters
     if name == 'initialise':
-      return self._initialise, (self._params,), (), state
+      return self._initialise, (self._params,), (0,), state
     if name == 'proximal':
       arguments = (self._params, self._batch)
       return self._proximal, arguments, (), self._batch['behavior_logps']

@@ -19,8 +19,7 @@ from areal_jax.models.config import ModelConfig
 from areal_jax.train import packing
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
-from areal_jax.train.step import supervised_objective
-from areal_jax.train.step import TrainStep
+from areal_jax.train.step import TrainStep, supervised_objective
 
 # A prompt and the answer to imitate, token ids.
 Demonstration = tuple[Sequence[int], Sequence[int]]
@@ -110,7 +109,11 @@ def supervised_warm_start(
     return params
   sequences = _sequences(demonstrations, settings)
   step = TrainStep(
-      config, supervised_objective, settings.optimizer, mesh, rules,
+      config,
+      supervised_objective,
+      settings.optimizer,
+      mesh,
+      rules,
       settings.packing,
   )
   state = step.initial_state(params)
@@ -136,7 +139,7 @@ def supervised_warm_start(
 def _sequences(
     demonstrations: Sequence[Demonstration], settings: WarmStartSettings
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Ids, and the mask that is 1 on the answer; checked before any device work."""
+  """Ids and the mask that is 1 on the answer; checked before device work."""
   if len(demonstrations) < settings.batch:
     raise ValueError(
         f'{len(demonstrations)} demonstrations, wanted at least a batch of'
@@ -158,9 +161,7 @@ def _sequences(
   return sequences
 
 
-def _batches(
-    count: int, settings: WarmStartSettings
-) -> Iterator[np.ndarray]:
+def _batches(count: int, settings: WarmStartSettings) -> Iterator[np.ndarray]:
   """Indices of each update's demonstrations; a new order every epoch."""
   random = np.random.default_rng(settings.seed)
   order = np.empty(0, np.int64)

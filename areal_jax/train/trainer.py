@@ -29,14 +29,14 @@ from areal_jax.train import packing
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.state import TrainState
-from areal_jax.train.step import Outcome
-from areal_jax.train.step import policy_objective
-from areal_jax.train.step import TrainStep
-from areal_jax.types import Group
-from areal_jax.types import Microbatch
-from areal_jax.types import RewardStatus
-from areal_jax.types import StopReason
-from areal_jax.types import Trajectory
+from areal_jax.train.step import Outcome, TrainStep, policy_objective
+from areal_jax.types import (
+    Group,
+    Microbatch,
+    RewardStatus,
+    StopReason,
+    Trajectory,
+)
 
 
 @dataclasses.dataclass

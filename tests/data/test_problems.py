@@ -6,11 +6,8 @@ import sys
 import pytest
 
 from areal_jax.config import ConfigError
-from areal_jax.data.problems import load_problems
-from areal_jax.data.problems import read_jsonl
-from areal_jax.data.problems import require_batches
-from areal_jax.types import Message
-from areal_jax.types import Problem
+from areal_jax.data.problems import load_problems, read_jsonl, require_batches
+from areal_jax.types import Message, Problem
 
 TOTALS = 'areal_jax.data.running_totals:problems'
 GOOD = '{"id": "a", "prompt": "2+2=", "answer": "4"}'

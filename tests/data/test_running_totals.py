@@ -3,9 +3,7 @@
 import itertools
 import time
 
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies
+from hypothesis import given, settings, strategies
 import pytest
 
 from areal_jax.config import ConfigError
@@ -43,7 +41,9 @@ def test_problems_are_right_and_distinct_and_of_one_split(seed):
 
 
 def test_splits_share_no_prompt_and_cover_all():
-  every = [f'{a}+{b}+{c}=' for a, b, c in itertools.product(range(10), repeat=3)]
+  every = [
+      f'{a}+{b}+{c}=' for a, b, c in itertools.product(range(10), repeat=3)
+  ]
   found = {
       split: {
           p.prompt

@@ -3,15 +3,12 @@
 import itertools
 import json
 
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies
+from hypothesis import given, settings, strategies
 import pytest
 
 from areal_jax.config import ConfigError
 from areal_jax.data.stream import ProblemStream
-from areal_jax.types import Problem
-from areal_jax.types import Purpose
+from areal_jax.types import Problem, Purpose
 
 
 def problems(count: int) -> list[Problem]:

@@ -148,7 +148,7 @@ def test_clipped_loss_is_that_of_verl(case):
   value, stats, gradient = _value_and_grad(
       inputs['log_prob'],
       old,
-        old - np.log(np.maximum(weights, 1e-9)),  # 0: rejected tokens
+      old - np.log(np.maximum(weights, 1e-9)),  # 0: rejected tokens
       advantages,
       mask * ~bounded,
       denominator=denominator,

@@ -7,9 +7,11 @@ import numpy as np
 import optax
 import pytest
 
-from areal_jax.train.optimizer import learning_rate
-from areal_jax.train.optimizer import make_optimizer
-from areal_jax.train.optimizer import OptimizerSettings
+from areal_jax.train.optimizer import (
+    OptimizerSettings,
+    learning_rate,
+    make_optimizer,
+)
 
 
 @pytest.fixture(scope='module')

@@ -34,7 +34,8 @@ def test_bins_equal_the_authors(cases):
     lengths = data[f'{name}/in/lens'].tolist()
     bins = packing.allocate(lengths, args['capacity'], args['min_groups'])
     peers = [
-        sorted(int(i) for i in row if i >= 0) for row in data[f'{name}/out/bins']
+        sorted(int(i) for i in row if i >= 0)
+        for row in data[f'{name}/out/bins']
     ]
     if len(set(lengths)) == len(lengths):
       assert sorted(map(sorted, bins)) == sorted(peers), name

@@ -56,6 +56,18 @@ def test_clip_by_hand():
   np.testing.assert_allclose(stats['ratio_max'], 1.5, rtol=1e-6)
 
 
+def test_tokens_inside_the_trust_region_are_not_counted_as_clipped():
+  _, stats = _loss(logps=np.log([1.0, 1.1, 0.9]), proximal_logps=np.zeros(3))
+  assert stats['clipped_sum'] == 0
+
+
+def test_distances_between_the_three_policies_by_hand():
+  _, stats = _loss(logps=[0.0], proximal_logps=[-0.5], behavior_logps=[-1.5])
+  # e^-d - 1 + d with d = proximal - policy = -0.5, behavior - proximal = -1.
+  np.testing.assert_allclose(stats['update_kl_sum'], 0.1487213, rtol=1e-5)
+  np.testing.assert_allclose(stats['behavior_kl_sum'], 0.7182818, rtol=1e-5)
+
+
 def test_clip_high_moves_the_upper_edge_alone():
   loss, stats = _four_tokens(PolicyLoss(clip_high=0.28))
   np.testing.assert_allclose(loss, -(1.28 - 1.5 + 0.5 - 0.8), rtol=1e-6)

@@ -35,7 +35,9 @@ def test_reward_is_found_by_name():
     ],
 )
 def test_error_names_setting_spec_and_cause(spec, cause):
-  with pytest.raises(ConfigError, match=f"rewards.function is '{spec}'.*{cause}"):
+  with pytest.raises(
+      ConfigError, match=f"rewards.function is '{spec}'.*{cause}"
+  ):
     base.load_reward(spec)
 
 
@@ -62,7 +64,7 @@ def test_returned_value_has_one_meaning(text, status, score, parts):
 
 
 def test_numpy_number_is_a_plain_score(monkeypatch):
-  import reward_jobs  # pylint: disable=g-import-not-at-top
+  import reward_jobs
 
   monkeypatch.setattr(
       reward_jobs, 'numpy', lambda p, t: np.float32(0.5), raising=False
@@ -72,9 +74,10 @@ def test_numpy_number_is_a_plain_score(monkeypatch):
 
 
 def test_detail_says_what_was_returned():
-  assert "returned '1.0', wanted a number" in base.apply(
-      BY_TEXT, PROBLEM, 'text'
-  )[3]
+  assert (
+      "returned '1.0', wanted a number"
+      in base.apply(BY_TEXT, PROBLEM, 'text')[3]
+  )
   assert 'returned nan' in base.apply(BY_TEXT, PROBLEM, 'nan')[3]
 
 

@@ -5,7 +5,11 @@ from areal_jax.rewards import english
 
 def test_words_keep_inner_apostrophes():
   assert english.words("Lily's \"mom\" didn't 'run' 3 times...") == [
-      "lily's", 'mom', "didn't", 'run', 'times'
+      "lily's",
+      'mom',
+      "didn't",
+      'run',
+      'times',
   ]
 
 

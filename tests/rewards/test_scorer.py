@@ -6,12 +6,9 @@ import sys
 
 import pytest
 
-from areal_jax.config import ConfigError
-from areal_jax.config import resolve
-from areal_jax.rewards.scorer import RewardSettings
-from areal_jax.rewards.scorer import Scorer
-from areal_jax.types import Problem
-from areal_jax.types import RewardStatus
+from areal_jax.config import ConfigError, resolve
+from areal_jax.rewards.scorer import RewardSettings, Scorer
+from areal_jax.types import Problem, RewardStatus
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # for the workers too
 
@@ -31,7 +28,11 @@ def test_each_status_is_counted_and_only_ok_has_a_score():
   texts = ('zero', 'parts', 'none', 'nan', 'a word it does not know')
   results = score(scorer, *texts)
   assert [r.status.value for r in results] == [
-      'ok', 'ok', 'unparseable', 'error', 'error'
+      'ok',
+      'ok',
+      'unparseable',
+      'error',
+      'error',
   ]
   assert [r.score for r in results] == [0.0, 0.25, None, None, None]
   assert results[1].parts == {'format': 1.0, 'value': 0.0}

@@ -27,7 +27,7 @@ def test_happy_is_found_anywhere():
         ('... !', 0.0),  # nor is there one in this
         ('Lily ran.', 1.0),
         ('Lily ran. Tom ran.', 0.5),
-        ("Lily's mom came! She said, \"No!\" Was it Lily? Yes. Lily", 0.5),
+        ('Lily\'s mom came! She said, "No!" Was it Lily? Yes. Lily', 0.5),
         ('Lilyan ran. lily ran.', 0.0),
         ('Lily and Lily. He. He...  He.', 0.25),
     ],

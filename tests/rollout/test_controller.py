@@ -4,10 +4,10 @@ import asyncio
 import collections
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+import pytest
 
 from areal_jax.buffer import GroupBuffer
 from areal_jax.ledger import Ledger
@@ -18,7 +18,7 @@ from tests import records, virtual_time
 
 
 class Engine:
-  """Answers after a service time; its tokens carry the version at their time."""
+  """Answers after a service time, with the versions of its start and end."""
 
   def __init__(self, service):
     self.version = 0

@@ -25,9 +25,7 @@ SETTINGS = dict(
 
 @pytest.fixture(scope='module')
 def engine():
-  return Engine(
-      tiny.config(), EngineSettings(**SETTINGS), tiny.mesh(), Rules()
-  )
+  return Engine(tiny.config(), EngineSettings(**SETTINGS), tiny.mesh(), Rules())
 
 
 def start(engine, weights, requests, slots, state=None):
@@ -299,7 +297,10 @@ def test_nothing_compiles_after_warm_up(engine):
         (tiny.request(prompt=range(40)), 'prompt of 40 tokens, wanted 1..32'),
         (tiny.request(prompt=()), 'prompt of 0 tokens'),
         (tiny.request(new=62), '3 prompt \\+ 62 new tokens, wanted at most 64'),
-        (tiny.request(stop_ids=(1, 2, 3, 4, 5)), '5 stop ids, wanted at most 4'),
+        (
+            tiny.request(stop_ids=(1, 2, 3, 4, 5)),
+            '5 stop ids, wanted at most 4',
+        ),
     ],
 )
 def test_request_that_does_not_fit_is_refused(engine, request_, named):

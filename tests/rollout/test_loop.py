@@ -293,13 +293,13 @@ def test_client_spreads_draws_and_keeps_groups_together(engine):
     client = EngineClient([one.loop, two.loop])
 
     async def ask():
-      return await asyncio.gather(*(
-          client.generate(
-              tiny.request(f'{d}/{s}', new=8, draw=d, sample=s)
+      return await asyncio.gather(
+          *(
+              client.generate(tiny.request(f'{d}/{s}', new=8, draw=d, sample=s))
+              for d in range(4)
+              for s in range(3)
           )
-          for d in range(4)
-          for s in range(3)
-      ))
+      )
 
     completions = asyncio.run(ask())
   by_draw = {}

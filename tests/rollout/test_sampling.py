@@ -87,9 +87,7 @@ def test_forbidden_token_is_never_drawn_and_has_no_mass():
   tokens, logps = draw(forbidden=[0])
   assert set(tokens) == {1, 2}
   expected = jax.nn.log_softmax(LOGITS[1:])
-  np.testing.assert_allclose(
-      logps, np.asarray(expected)[tokens - 1], rtol=1e-5
-  )
+  np.testing.assert_allclose(logps, np.asarray(expected)[tokens - 1], rtol=1e-5)
 
 
 def test_stream_depends_on_each_of_its_names_and_on_nothing_else():

@@ -1,4 +1,4 @@
-"""Jobs that the workers of `test_pool.py` import: good ones and hostile ones."""
+"""Jobs that the workers of `test_pool.py` import, good and hostile ones."""
 
 import os
 import re

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from areal_jax.config import ConfigError
-from areal_jax.sandbox.call import call
-from areal_jax.sandbox.call import load_function
+from areal_jax.sandbox.call import call, load_function
 
 
 def test_value_comes_back():

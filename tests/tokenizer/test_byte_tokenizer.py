@@ -1,7 +1,6 @@
 """The byte tokenizer."""
 
-from hypothesis import given
-from hypothesis import strategies
+from hypothesis import given, strategies
 import pytest
 
 from areal_jax.tokenizer.byte_tokenizer import ByteTokenizer

@@ -3,14 +3,14 @@
 import json
 import pathlib
 
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies
+from hypothesis import given, settings, strategies
 import pytest
 
 from areal_jax.config import ConfigError
-from areal_jax.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
-from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
+from areal_jax.tokenizer.sentencepiece_tokenizer import (
+    SentencePieceTokenizer,
+    train_sentencepiece,
+)
 
 PUBLISHED = {
     'llama2_tokenizer.model': 'tokenizers/llama2_tokenizer.model',
@@ -102,9 +102,7 @@ def test_same_texts_make_the_same_file(tmp_path, kind, size):
 
 
 def test_space_that_no_text_holds_still_comes_back(tmp_path):
-  path = train_sentencepiece(
-      SUMS, tmp_path / 'm', kind='bpe', vocab_size=300
-  )
+  path = train_sentencepiece(SUMS, tmp_path / 'm', kind='bpe', vocab_size=300)
   tokenizer = SentencePieceTokenizer(path)
   assert tokenizer.decode(tokenizer.encode(' 3  + 4')) == ' 3  + 4'
 

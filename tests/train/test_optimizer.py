@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from areal_jax.config import ConfigError
-from areal_jax.train.optimizer import learning_rate
-from areal_jax.train.optimizer import make_optimizer
-from areal_jax.train.optimizer import OptimizerSettings
+from areal_jax.train.optimizer import (
+    OptimizerSettings,
+    learning_rate,
+    make_optimizer,
+)
 
 
 def cosine(**changes):

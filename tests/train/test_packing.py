@@ -1,20 +1,15 @@
 """Packing: Algorithm 1, static shapes, and nothing lost or moved."""
 
+from hypothesis import given, strategies
+from hypothesis import settings as hypothesis_settings
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies
 
 from areal_jax.config import ConfigError
 from areal_jax.train import packing
-from areal_jax.types import RewardResult
-from areal_jax.types import RewardStatus
-from areal_jax.types import Trajectory
+from areal_jax.types import RewardResult, RewardStatus, Trajectory
 
-LENGTHS = strategies.lists(
-    strategies.integers(1, 40), min_size=0, max_size=30
-)
+LENGTHS = strategies.lists(strategies.integers(1, 40), min_size=0, max_size=30)
 
 
 def trajectory(ids, mask, *, draw=0, sample=0, temperature=1.0):

@@ -16,10 +16,12 @@ from areal_jax.models.config import ModelConfig
 from areal_jax.train import packing
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
-from areal_jax.train.step import NonFiniteError
-from areal_jax.train.step import policy_objective
-from areal_jax.train.step import supervised_objective
-from areal_jax.train.step import TrainStep
+from areal_jax.train.step import (
+    NonFiniteError,
+    TrainStep,
+    policy_objective,
+    supervised_objective,
+)
 from areal_jax.types import Microbatch
 
 CONFIG = ModelConfig(
@@ -44,7 +46,12 @@ def train_mesh(fsdp):
 
 def policy_step(mesh, **changes):
   return TrainStep(
-      CONFIG, policy_objective(PolicyLoss()), OPTIMIZER, mesh, RULES, SHAPE,
+      CONFIG,
+      policy_objective(PolicyLoss()),
+      OPTIMIZER,
+      mesh,
+      RULES,
+      SHAPE,
       **changes,
   )
 
@@ -67,14 +74,16 @@ def answers(seed=0):
   for count in LOSS_TOKENS:
     length = 3 + count
     mask = np.r_[np.zeros(3), np.ones(count)].astype(np.float32)
-    result.append({
-        'ids': random.integers(0, 12, length).astype(np.int32),
-        'loss_mask': mask,
-        'behavior_logps': (-2.4 + 0.3 * random.normal(size=length)) * mask,
-        'advantages': random.normal() * mask,
-        'versions': np.where(mask > 0, 0, -1),
-        'temperatures': 0.7,
-    })
+    result.append(
+        {
+            'ids': random.integers(0, 12, length).astype(np.int32),
+            'loss_mask': mask,
+            'behavior_logps': (-2.4 + 0.3 * random.normal(size=length)) * mask,
+            'advantages': random.normal() * mask,
+            'versions': np.where(mask > 0, 0, -1),
+            'temperatures': 0.7,
+        }
+    )
   return result
 
 
@@ -272,7 +281,8 @@ def test_nonfinite_gradient_is_skipped_and_named(step, mesh):
       assert seen.nonfinite == ('final_norm',)
       assert (seen.applied, seen.skipped_updates) == (False, skips)
   with pytest.raises(
-      NonFiniteError, match='step 7: 3 updates in a row.*at most.*=2.*final_norm'
+      NonFiniteError,
+      match='step 7: 3 updates in a row.*at most.*=2.*final_norm',
   ):
     step.fetch([outcome], 7)
   state, outcome = step.apply(
@@ -293,7 +303,9 @@ def test_reused_proximal_equals_recomputed(step, mesh, recompute, whole):
   # And it is used: another centre changes the ratio.
   shifted = jax.device_put(np.asarray(logps) - 0.1, logps.sharding)
   total = recompute.accumulate(state, [batch], [shifted])
-  np.testing.assert_allclose(total['stats']['ratio_max'], np.exp(0.1), rtol=1e-4)
+  np.testing.assert_allclose(
+      total['stats']['ratio_max'], np.exp(0.1), rtol=1e-4
+  )
   with pytest.raises(ValueError, match='given: False, wanted.*=True'):
     recompute.accumulate(state, [batch])
   with pytest.raises(ValueError, match='given: True, wanted.*=False'):

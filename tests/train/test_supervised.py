@@ -10,8 +10,7 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.train.packing import PackingSettings
-from areal_jax.train.supervised import supervised_warm_start
-from areal_jax.train.supervised import WarmStartSettings
+from areal_jax.train.supervised import WarmStartSettings, supervised_warm_start
 
 CONFIG = ModelConfig(
     vocab_size=12,
@@ -77,9 +76,7 @@ def test_bad_input_is_refused_before_any_device_work():
   with pytest.raises(ValueError, match='8 demonstrations.*batch of 9'):
     warm_start(settings(batch=9), {})
   for wrong in (([1], []), ([], [1]), ([1], [2] * 16)):
-    with pytest.raises(
-        ValueError, match='demonstration 1 has .*row_tokens=16'
-    ):
+    with pytest.raises(ValueError, match='demonstration 1 has .*row_tokens=16'):
       warm_start(settings(batch=1), {}, [([1], [2]), wrong])
   with pytest.raises(ConfigError, match='at.batch is 0'):
     settings(batch=0).validate('at')

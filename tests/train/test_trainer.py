@@ -15,20 +15,20 @@ from areal_jax.models.config import ModelConfig
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.metrics import METRICS
 from areal_jax.train import trainer as trainer_lib
-from areal_jax.train.optimizer import learning_rate
-from areal_jax.train.optimizer import OptimizerSettings
+from areal_jax.train.optimizer import OptimizerSettings, learning_rate
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.step import NonFiniteError
-from areal_jax.train.trainer import Trainer
-from areal_jax.train.trainer import TrainSettings
-from areal_jax.types import Draw
-from areal_jax.types import Group
-from areal_jax.types import Problem
-from areal_jax.types import RewardResult
-from areal_jax.types import RewardStatus
-from areal_jax.types import Segment
-from areal_jax.types import StopReason
-from areal_jax.types import Trajectory
+from areal_jax.train.trainer import Trainer, TrainSettings
+from areal_jax.types import (
+    Draw,
+    Group,
+    Problem,
+    RewardResult,
+    RewardStatus,
+    Segment,
+    StopReason,
+    Trajectory,
+)
 
 CONFIG = ModelConfig(
     vocab_size=12,
@@ -133,8 +133,9 @@ def test_nothing_compiles_after_warm_up(restart):
   counter = CompilationCounter().install()
   counter.mark_warm()
   try:
-    for first, groups in ((0, 4), (4, 2), (6, 9)):  # 1 to 4 microbatches
-      restart.step(batch(first, groups))
+    with jax.transfer_guard('disallow'):  # nor is anything sent by accident
+      for first, groups in ((0, 4), (4, 2), (6, 9)):  # 1 to 4 microbatches
+        restart.step(batch(first, groups))
   finally:
     counter.uninstall()
   assert counter.names_since_warm == []
@@ -171,9 +172,7 @@ def test_resume_equals_the_uninterrupted_run(restart, parts):
   whole = leaves(restart)
   restart.state = jax.device_put(saved, restart.state_shardings())
   assert restart.version == 2
-  resumed = [
-      restart.step(batch(step))['learning_rate'] for step in range(2, 4)
-  ]
+  resumed = [restart.step(batch(step))['learning_rate'] for step in range(2, 4)]
   assert resumed == rates[2:]
   # Two updates a step; the metric is that of the second.
   wanted = [learning_rate(SETTINGS.optimizer, s) for s in (1, 3, 5, 7)]
@@ -190,9 +189,7 @@ def test_zero_variance_batch_is_idle_and_training_goes_on(restart):
       dataclasses.replace(
           g,
           trajectories=tuple(
-              dataclasses.replace(
-                  t, reward=RewardResult(RewardStatus.OK, 0.3)
-              )
+              dataclasses.replace(t, reward=RewardResult(RewardStatus.OK, 0.3))
               for t in g.trajectories
           ),
       )
@@ -220,7 +217,9 @@ def test_nonfinite_engine_log_prob_ends_the_run_with_names(restart):
   metrics = restart.step(bad)  # one of two minibatches
   assert metrics['skipped_steps'] == 1
   assert np.isfinite(metrics['gradient_norm'])
-  bad[2] = dataclasses.replace(bad[0], draw=dataclasses.replace(bad[2].draw, draw_index=7))
+  bad[2] = dataclasses.replace(
+      bad[0], draw=dataclasses.replace(bad[2].draw, draw_index=7)
+  )
   with pytest.raises(NonFiniteError, match='step 1: 2 updates.*loss.*query'):
     restart.step(bad)
   assert all(np.isfinite(leaf).all() for leaf in leaves(restart))

@@ -1,0 +1,230 @@
+"""Checkpoints pass through the table both ways, or are refused by name."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import numpy as st
+
+from areal_jax.config import ConfigError, resolve
+from areal_jax.mesh.rules import Rules
+from areal_jax.models import transformer
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.hf import load_hf, save_hf
+from tests import tiny
+
+
+def make_config(**changes):
+  settings = dict(
+      vocab_size=6,
+      width=8,
+      layers=2,
+      heads=4,
+      kv_heads=2,
+      head_size=4,
+      mlp_width=12,
+      tied_embeddings=False,
+      qkv_bias=True,
+  )
+  return ModelConfig(**{**settings, **changes})
+
+
+def make_params(config, dtype=np.float32):
+  """Every number another one, so that an exchange of two shows."""
+  count = iter(range(10**6))
+  return jax.tree.map(
+      lambda p: np.array(
+          [next(count) % 251 for _ in range(p.size)], dtype
+      ).reshape(p.shape),
+      transformer.abstract_params(config),
+  )
+
+
+@pytest.fixture
+def saved(tmp_path):
+  """A folder with a checkpoint, its settings and its parameters."""
+  config = make_config()
+  params = make_params(config)
+  save_hf(tmp_path, config, params)
+  return tmp_path, config, params
+
+
+def change(folder, edit):
+  path = folder / 'model.safetensors'
+  tensors = st.load_file(path)
+  edit(tensors)
+  st.save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    'changes',
+    [
+        dict(),
+        dict(qkv_bias=False, tied_embeddings=True),
+        dict(qkv_bias=False, qk_norm=True),
+    ],
+)
+def test_a_checkpoint_survives_export_and_import(tmp_path, changes):
+  config = make_config(**changes)
+  params = make_params(config)
+  save_hf(tmp_path, config, params)
+  got_config, got = load_hf(tmp_path, None, None)
+  assert got_config == resolve(config)
+  jax.tree.map(np.testing.assert_array_equal, got, params)
+
+
+def test_published_matrices_are_outputs_by_inputs_heads_first(saved):
+  folder, _, params = saved
+  tensors = st.load_file(folder / 'model.safetensors')
+  blocks = params['blocks']
+  # Output row 5 of the queries is number 1 of head 1.
+  query = tensors['model.layers.1.self_attn.q_proj.weight']
+  np.testing.assert_array_equal(query[5], blocks['query'][1, :, 1, 1])
+  # Input column 9 of the output projection is number 1 of head 2.
+  out = tensors['model.layers.0.self_attn.o_proj.weight']
+  np.testing.assert_array_equal(out[:, 9], blocks['out'][0, 2, 1])
+  bias = tensors['model.layers.0.self_attn.k_proj.bias']
+  np.testing.assert_array_equal(bias, blocks['key_bias'][0].ravel())
+  np.testing.assert_array_equal(
+      tensors['lm_head.weight'], params['unembedding'].T
+  )
+
+
+def test_parameters_are_loaded_onto_their_devices(saved):
+  folder, _, params = saved
+  mesh = tiny.mesh(2, 2)
+  config, got = load_hf(folder, mesh, Rules())
+  wanted = transformer.param_shardings(config, mesh, Rules())
+  assert jax.tree.map(lambda x: x.sharding, got) == wanted
+  jax.tree.map(np.testing.assert_array_equal, got, params)
+
+
+def test_the_vocabulary_is_padded_on_import_and_cut_on_export(saved, tmp_path):
+  folder, _, params = saved
+  config, got = load_hf(folder, None, None, overrides=dict(vocab_multiple=4))
+  assert config.padded_vocab_size == 8
+  assert got['embedding'].shape == (8, 8) and not got['embedding'][6:].any()
+  assert got['unembedding'].shape == (8, 8)
+  np.testing.assert_array_equal(got['embedding'][:6], params['embedding'])
+  save_hf(tmp_path / 'again', config, got)
+  first, second = (
+      st.load_file(f / 'model.safetensors')
+      for f in (folder, tmp_path / 'again')
+  )
+  assert set(first) == set(second)
+  for name in first:
+    np.testing.assert_array_equal(first[name], second[name])
+
+
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, np.float16])
+def test_half_precision_is_read_as_float32(tmp_path, dtype):
+  config = make_config()
+  params = make_params(config, dtype)
+  save_hf(tmp_path, config, params)
+  stored = st.load_file(tmp_path / 'model.safetensors')
+  assert stored['model.norm.weight'].dtype == dtype
+  _, got = load_hf(tmp_path, None, None)
+  assert {x.dtype.name for x in jax.tree.leaves(got)} == {'float32'}
+  jax.tree.map(np.testing.assert_array_equal, got, params)
+
+
+def test_a_checkpoint_in_several_files_is_read_by_its_index(saved):
+  folder, _, params = saved
+  tensors = st.load_file(folder / 'model.safetensors')
+  (folder / 'model.safetensors').unlink()
+  names, index = sorted(tensors), {}
+  for part, chosen in enumerate((names[::2], names[1::2])):
+    file = f'model-{part}.safetensors'
+    st.save_file({n: tensors[n] for n in chosen}, folder / file)
+    index.update(dict.fromkeys(chosen, file))
+  path = folder / 'model.safetensors.index.json'
+  path.write_text(json.dumps({'weight_map': index}))
+  _, got = load_hf(folder, None, None)
+  jax.tree.map(np.testing.assert_array_equal, got, params)
+  (folder / 'model-1.safetensors').unlink()
+  with pytest.raises(ConfigError, match='there is no file .*model-1'):
+    load_hf(folder, None, None)
+
+
+def test_a_missing_tensor_is_named(saved):
+  folder, _, _ = saved
+  change(folder, lambda t: t.pop('model.layers.1.mlp.up_proj.weight'))
+  with pytest.raises(
+      ConfigError, match='lacks 1 tensors: model.layers.1.mlp.up_proj.weight'
+  ):
+    load_hf(folder, None, None)
+
+
+def test_a_tensor_without_a_place_is_named(saved):
+  folder, _, _ = saved
+  change(
+      folder,
+      lambda t: t.update(
+          {'model.layers.2.mlp.up_proj.weight': np.zeros(3, 'f')}
+      ),
+  )
+  with pytest.raises(
+      ConfigError, match='1 tensors with no place .* model.layers.2.mlp.up_proj'
+  ):
+    load_hf(folder, None, None)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(saved):
+  folder, _, _ = saved
+  name = 'model.layers.0.self_attn.k_proj.weight'
+  change(folder, lambda t: t.update({name: np.zeros((16, 8), 'f')}))
+  with pytest.raises(
+      ConfigError, match=rf'{name} has shape \(16, 8\), wanted \(8, 8\)'
+  ):
+    load_hf(folder, None, None)
+
+
+def test_a_tensor_of_whole_numbers_is_refused(saved):
+  folder, _, _ = saved
+  name = 'model.norm.weight'
+  change(folder, lambda t: t.update({name: np.zeros(8, np.int8)}))
+  with pytest.raises(ConfigError, match=f'{name} is int8, wanted float32'):
+    load_hf(folder, None, None)
+
+
+def test_a_copy_of_the_tied_matrix_is_accepted_and_another_one_refused(
+    tmp_path,
+):
+  config = make_config(tied_embeddings=True)
+  params = make_params(config)
+  save_hf(tmp_path, config, params)
+  copy = params['embedding'].copy()
+  change(tmp_path, lambda t: t.update({'lm_head.weight': copy}))
+  _, got = load_hf(tmp_path, None, None)
+  jax.tree.map(np.testing.assert_array_equal, got, params)
+  copy[0, 0] += 1
+  change(tmp_path, lambda t: t.update({'lm_head.weight': copy}))
+  with pytest.raises(ConfigError, match='no place .* lm_head.weight'):
+    load_hf(tmp_path, None, None)
+
+
+def test_tables_of_rotary_frequencies_are_passed_over(saved):
+  folder, _, params = saved
+  name = 'model.layers.0.self_attn.rotary_emb.inv_freq'
+  change(folder, lambda t: t.update({name: np.zeros(2, 'f')}))
+  _, got = load_hf(folder, None, None)
+  jax.tree.map(np.testing.assert_array_equal, got, params)
+
+
+def test_files_that_are_not_there_or_not_readable_are_named(saved, tmp_path):
+  folder, _, _ = saved
+  with pytest.raises(ConfigError, match='there is no file .*config.json'):
+    load_hf(tmp_path / 'nowhere', None, None)
+  (folder / 'model.safetensors').write_bytes(b'not it')
+  with pytest.raises(ConfigError, match='model.safetensors is not safetensors'):
+    load_hf(folder, None, None)
+  (folder / 'config.json').write_text('{')
+  with pytest.raises(ConfigError, match='config.json is not JSON'):
+    load_hf(folder, None, None)
+
+
+def test_an_unknown_override_is_refused_by_name(saved):
+  with pytest.raises(ConfigError, match="overrides has 'wdith', wanted one of"):
+    load_hf(saved[0], None, None, overrides={'wdith': 3})
