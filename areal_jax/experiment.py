@@ -115,6 +115,7 @@ class RolloutSettings:
     temperature: of the training samples.
     max_new_tokens: longest answer.
     stop_at_eos: whether the tokenizer's end-of-sequence ids end an answer.
+    stop_ids: further ids that end one.
     max_running: groups under way at once; 0 for as many as fill all slots and
       one more for each replica.
     dtype: of the weights on the rollout side; empty to leave it.
@@ -130,6 +131,7 @@ class RolloutSettings:
   temperature: float = 1.0
   max_new_tokens: int = 32
   stop_at_eos: bool = True
+  stop_ids: tuple[int, ...] = ()
   max_running: int = 0
   dtype: Literal['', 'float32', 'bfloat16'] = ''
   wait_s: float = 600.0
@@ -459,17 +461,25 @@ def _demonstrations(
 def _sampling(
     settings: Experiment, tokenizer: Tokenizer, temperature: float
 ) -> SamplingParams:
-  stops = tokenizer.eos_ids if settings.rollout.stop_at_eos else ()
-  room = settings.rollout.engine.max_stop_ids
+  rollout = settings.rollout
+  stops = (*(tokenizer.eos_ids if rollout.stop_at_eos else ()), *rollout.stop_ids)
+  room = rollout.engine.max_stop_ids
   require(
       len(stops) <= room,
       'config.rollout.engine.max_stop_ids',
       room,
-      f"at least the tokenizer's {len(stops)} end-of-sequence ids",
+      f'at least {len(stops)}, the stop ids {stops}',
   )
+  for stop in rollout.stop_ids:
+    require(
+        0 <= stop < tokenizer.vocab_size,
+        'config.rollout.stop_ids',
+        stop,
+        f"one of the tokenizer's {tokenizer.vocab_size} ids",
+    )
   return SamplingParams(
-      max_new_tokens=settings.rollout.max_new_tokens,
+      max_new_tokens=rollout.max_new_tokens,
       temperature=temperature,
-      stop_ids=tuple(stops),
+      stop_ids=stops,
       seed=settings.seed,
   )

@@ -51,7 +51,14 @@ from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.samples import SampleWriter
 from areal_jax.train.supervised import supervised_warm_start
 from areal_jax.train.trainer import Trainer
-from areal_jax.types import Draw, Group, Problem, RewardResult, SamplingParams
+from areal_jax.types import (
+    Draw,
+    Group,
+    Problem,
+    RewardResult,
+    SamplingParams,
+    Trajectory,
+)
 
 TOKENIZER = 'tokenizer.model'
 WARM_START = 'warm_start'  # the policy that reinforcement learning starts from
@@ -319,7 +326,20 @@ class Session:
         f' mean score {result.score_mean:.3f} ± {result.standard_error:.3f}'
         f' over {result.problems} problems'
     )
+    self._show(result)
     return result
+
+  def _show(self, result: Evaluation) -> None:
+    """Prints some answers, spread evenly over the problems."""
+    count = min(self._settings.evaluation.show, len(result.trajectories))
+    places = np.linspace(0, len(result.trajectories) - 1, count, dtype=int)
+    for place in places:
+      trajectory = result.trajectories[place]
+      problem = self._prepared.evaluation[trajectory.draw_index]
+      text = self._text(trajectory)
+      self._progress.note(
+          f'  {problem.prompt!r} -> {text!r} ({trajectory.reward.score:g})'
+      )
 
   # Its parts.
 
@@ -411,10 +431,9 @@ class Session:
     for group in groups:
       for trajectory in group.trajectories:
         sampled = trajectory.loss_mask > 0
-        text = self._prepared.tokenizer.decode(trajectory.ids[sampled].tolist())
         self._samples.write(
             prompt=str(group.draw.problem.prompt),
-            completion=text,
+            completion=self._text(trajectory),
             reward=trajectory.reward.score,
             versions=trajectory.versions[sampled],
             logps=trajectory.logps[sampled],
@@ -424,6 +443,11 @@ class Session:
             stop_reason=trajectory.stop_reason,
         )
     self._samples.flush()
+
+  def _text(self, trajectory: Trajectory) -> str:
+    """What was sampled, special tokens left out."""
+    sampled = trajectory.ids[trajectory.loss_mask > 0]
+    return self._prepared.tokenizer.decode(sampled.tolist())
 
   def _finish(
       self,

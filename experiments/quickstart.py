@@ -70,7 +70,7 @@ def get_config() -> Experiment:
               max_length=32,
               max_prompt_length=14,
               page_size=8,
-              steps=2,
+              steps=1,
           ),
       ),
       train=TrainSettings(

@@ -62,16 +62,28 @@ _EVAL = (
 _OPENINGS = {'train': _TRAIN, 'eval': _EVAL}
 
 
-def openings(split: Literal['train', 'eval']) -> list[Problem]:
-  """The openings of a split: 20 for training, 20 held out.
+def openings(
+    split: Literal['train', 'eval'], count: int = 20, seed: int = 0
+) -> list[Problem]:
+  """The first `count` openings of a split; each has 20.
 
   They have no right answer; `answer` is empty.
 
+  Args:
+    split: 'train' or 'eval'.
+    count: how many.
+    seed: without effect, the openings are written down.
+
   Raises:
-    ConfigError: an unknown split.
+    ConfigError: an unknown split, or more openings than there are.
   """
+  del seed
   require(split in _OPENINGS, 'split', split, f'one of {tuple(_OPENINGS)}')
+  chosen = _OPENINGS[split]
+  require(1 <= count <= len(chosen), 'count', count, f'1..{len(chosen)}')
   return [
-      Problem(f'stories/{split}/{i}', 'stories', text, '', {'subject': subject})
-      for i, (subject, text) in enumerate(_OPENINGS[split])
+      Problem(
+          f'stories/{split}/{i}', 'stories', text, '', {'subject': subject}
+      )
+      for i, (subject, text) in enumerate(chosen[:count])
   ]

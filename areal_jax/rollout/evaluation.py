@@ -27,14 +27,17 @@ class EvaluationSettings:
     samples: answers a problem.
     temperature: of their sampling; 0 is greedy.
     threshold: least score that counts as a right answer.
+    show: answers to print.
   """
 
   samples: int = 1
   temperature: float = 0.0
   threshold: float = 1.0
+  show: int = 3
 
   def validate(self, at: str) -> None:
     require(self.samples >= 1, f'{at}.samples', self.samples, 'at least 1')
+    require(self.show >= 0, f'{at}.show', self.show, 'at least 0')
     require(
         self.temperature >= 0, f'{at}.temperature', self.temperature,
         'at least 0',
