@@ -10,13 +10,15 @@ calls `require` there. Checks that span several rooms live in `experiment.py`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
 import functools
 import math
 import re
 import types
 import typing
-from typing import Any
+from typing import Any, Iterator, Sequence
 
 _SECRET = re.compile(
     r'(api_?key|secret|password|passwd|token$|credential|authorization)', re.I
@@ -35,12 +37,35 @@ def require(right: bool, field: str, seen: Any, wanted: str) -> None:
     raise ConfigError(f'{field} is {seen!r}, wanted {wanted}')
 
 
+@contextlib.contextmanager
+def named(setting: str) -> Iterator[None]:
+  """Puts a setting's name before what a lower room says of its value."""
+  try:
+    yield
+  except ConfigError as error:
+    raise ConfigError(f'{setting}: {error}') from error
+
+
+def unknown_field(at: str, name: str, known: Sequence[str]) -> str:
+  """What to say of a field that `at` lacks: the one most like it, or all."""
+  near = difflib.get_close_matches(name, known, n=1)
+  wanted = repr(near[0]) if near else f'one of {sorted(known)}'
+  return f'{at} has no field {name!r}, wanted {wanted}'
+
+
 def resolve(settings: Any, at: str = 'config') -> Any:
   """Checks a tree of settings dataclasses and returns a frozen copy of it.
 
   Raises:
-    ConfigError: a value of the wrong type, or one that `validate` refuses.
+    ConfigError: an attribute that is no field, a value of the wrong type, or
+      one that `validate` refuses.
   """
+  right = dataclasses.is_dataclass(settings) and not isinstance(settings, type)
+  require(right, at, settings, 'a dataclass of settings')
+  names = [field.name for field in dataclasses.fields(settings)]
+  for name in vars(settings):  # a misspelt assignment makes a new attribute
+    if name not in names and name != '_resolved':
+      raise ConfigError(unknown_field(at, name, names))
   values = {}
   hints = _type_hints(type(settings))
   for field in dataclasses.fields(settings):
@@ -115,7 +140,8 @@ def _checked(value: Any, hint: Any, path: str) -> Any:
     return value
   if hint is float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    require(number, path, value, 'a number')
+    # NaN is below and above nothing, so it would pass most checks that follow.
+    require(number and value == value, path, value, 'a number')
     return float(value)
   if hint is int:
     whole = isinstance(value, int) and not isinstance(value, bool)

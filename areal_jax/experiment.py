@@ -9,18 +9,21 @@ line before any device does any work and before anything is written.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
+import os
 import pathlib
 import tempfile
-from typing import Literal
+from typing import Any, Literal
 
 from areal_jax import config as config_lib
 from areal_jax.buffer import StalenessPolicy
-from areal_jax.config import ConfigError, require
+from areal_jax.config import ConfigError, named, require
 from areal_jax.data import problems as problems_lib
 from areal_jax.mesh.slices import MeshSettings
-from areal_jax.models.config import ModelConfig, config_from_hf
+from areal_jax.models import hf
+from areal_jax.models.config import ModelConfig, config_from_hf, config_to_hf
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
 from areal_jax.rollout.evaluation import EvaluationSettings
@@ -63,6 +66,11 @@ class TaskSettings:
   demonstrations: str = 'areal_jax.data.running_totals:habitual'
   demonstration_count: int = 20_000
   seed: int = 0
+
+  def validate(self, at: str) -> None:
+    for name in ('train_problems', 'eval_problems', 'demonstration_count'):
+      value = getattr(self, name)
+      require(value >= 1, f'{at}.{name}', value, 'at least 1')
 
 
 @dataclasses.dataclass
@@ -143,14 +151,15 @@ class RolloutSettings:
       require(value >= 1, f'{at}.{name}', value, 'at least 1')
     require(self.eta >= 0, f'{at}.eta', self.eta, 'at least 0')
     require(
-        self.temperature > 0,
+        0 < self.temperature < math.inf,
         f'{at}.temperature',
         self.temperature,
-        'more than 0: greedy answers teach nothing',
+        'more than 0 and finite: greedy answers teach nothing',
     )
     require(self.max_running >= 0, f'{at}.max_running', self.max_running,
             'at least 0')  # fmt: skip
-    require(self.wait_s > 0, f'{at}.wait_s', self.wait_s, 'more than 0')
+    require(0 < self.wait_s < math.inf, f'{at}.wait_s', self.wait_s,
+            'more than 0 and finite: no wait is without end')  # fmt: skip
     longest = self.engine.max_prompt_length + self.max_new_tokens
     require(
         longest <= self.engine.max_length,
@@ -203,6 +212,15 @@ class Experiment:
   )
 
   def validate(self, at: str) -> None:
+    single = not set(self.name) & set('/\\\0')
+    single = single and self.name not in ('', '.', '..')
+    require(single, f'{at}.name', self.name, 'one folder name')
+    for name, seed in (
+        ('seed', self.seed),
+        ('task.seed', self.task.seed),
+        ('warm_start.seed', self.warm_start.seed),
+    ):  # numpy takes none below 0, and a random stream is named by 32 bits
+      require(0 <= seed < 2**32, f'{at}.{name}', seed, '0 to 2**32 - 1')
     require(self.steps >= 1, f'{at}.steps', self.steps, 'at least 1')
     require(self.sample_bytes >= 1000, f'{at}.sample_bytes',
             self.sample_bytes, 'at least 1000')  # fmt: skip
@@ -221,10 +239,11 @@ class Experiment:
         f'at least {longest}, the longest prompt and answer',
     )
     shards = self.mesh.train.fsdp
-    for name, rows in (
-        ('train', train.packing.rows),
-        ('warm_start', self.warm_start.packing.rows),
-    ):
+    packings = {'train': train.packing}
+    if self.warm_start.steps:
+      packings['warm_start'] = self.warm_start.packing
+    for name, packing in packings.items():
+      rows = packing.rows
       require(
           rows % shards == 0,
           f'{at}.{name}.packing.rows',
@@ -282,6 +301,7 @@ def prepare(experiment: Experiment) -> Prepared:
     ConfigError: anything in them that cannot work.
   """
   settings = config_lib.resolve(experiment)
+  _check_output(settings)
   settings.reward.check('config.reward')
   train, evaluation = _problems(settings)
   tokenizer, tokenizer_model = _tokenizer(settings)
@@ -306,6 +326,19 @@ def prepare(experiment: Experiment) -> Prepared:
   )
 
 
+def _check_output(settings: Experiment) -> None:
+  """Refuses a folder that the run could not be written into, making none."""
+  folder = pathlib.Path(settings.output).absolute()
+  while not os.path.lexists(folder):
+    folder = folder.parent
+  require(
+      folder.is_dir() and os.access(folder, os.W_OK | os.X_OK),
+      'config.output',
+      settings.output,
+      f'a folder that can be written, which {str(folder)!r} is not',
+  )
+
+
 def _problems(
     settings: Experiment,
 ) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
@@ -316,13 +349,15 @@ def _problems(
       ('eval', task.eval_problems, task.eval_file),
   ):
     if file:
-      found.append(problems_lib.read_jsonl(file))
+      with named(f'config.task.{split}_file'):
+        found.append(problems_lib.read_jsonl(file))
     else:
-      found.append(
-          problems_lib.load_problems(
-              task.problems, split=split, count=count, seed=task.seed
-          )
-      )
+      with named('config.task.problems'):
+        found.append(
+            problems_lib.load_problems(
+                task.problems, split=split, count=count, seed=task.seed
+            )
+        )
   train, evaluation = found
   problems_lib.require_batches(
       train, settings.rollout.batch_size, 'config.task'
@@ -340,10 +375,11 @@ def _problems(
 def _tokenizer(settings: Experiment) -> tuple[Tokenizer, bytes]:
   wanted = settings.tokenizer
   if wanted.path:
-    tokenizer = SentencePieceTokenizer(wanted.path)
+    with named('config.tokenizer.path'):
+      tokenizer = SentencePieceTokenizer(wanted.path)
     return tokenizer, pathlib.Path(wanted.path).read_bytes()
-  texts = load_function(settings.task.texts, 'config.task.texts')()
-  with tempfile.TemporaryDirectory() as folder:
+  texts = _call(settings.task.texts, 'config.task.texts')
+  with tempfile.TemporaryDirectory() as folder, named('config.tokenizer'):
     path = train_sentencepiece(
         texts,
         pathlib.Path(folder) / 'tokenizer.model',
@@ -351,6 +387,18 @@ def _tokenizer(settings: Experiment) -> tuple[Tokenizer, bytes]:
         vocab_size=wanted.vocab_size or None,
     )
     return SentencePieceTokenizer(path), path.read_bytes()
+
+
+def _call(spec: str, at: str, *arguments: Any) -> Any:
+  """What the task's function returns; one that takes others is refused."""
+  function = load_function(spec, at)
+  try:
+    inspect.signature(function).bind(*arguments)
+  except (TypeError, ValueError) as error:  # ValueError: it has no signature
+    raise ConfigError(
+        f'{at} is {spec!r}, which cannot be called with {arguments}: {error}'
+    ) from error
+  return function(*arguments)
 
 
 def _model(settings: Experiment, tokenizer: Tokenizer) -> ModelConfig:
@@ -362,9 +410,12 @@ def _model(settings: Experiment, tokenizer: Tokenizer) -> ModelConfig:
     require(file.is_file(), 'config.policy.path', policy.path,
             'a Hugging Face folder with a config.json')  # fmt: skip
     try:
-      published = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+      published = json.loads(file.read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
       raise ConfigError(f'{file} is not JSON: {error}') from error
+    right = isinstance(published, dict)
+    require(right, str(file), published, 'a JSON object')
+    hf.check_hf(policy.path)
     model = dataclasses.replace(
         config_from_hf(published, str(file)),
         layer_loop=model.layer_loop,
@@ -391,7 +442,10 @@ def _model(settings: Experiment, tokenizer: Tokenizer) -> ModelConfig:
       f'at most the {model.max_length} tokens that the policy is meant for',
   )
   _check_division(model, settings)
-  return config_lib.resolve(model, 'config.policy.model')
+  model = config_lib.resolve(model, 'config.policy.model')
+  with named('config.policy.model'):
+    config_to_hf(model)  # the run ends by saving it in that form
+  return model
 
 
 def _check_division(model: ModelConfig, settings: Experiment) -> None:
@@ -415,9 +469,10 @@ def _check_division(model: ModelConfig, settings: Experiment) -> None:
 def _prompt(
     settings: Experiment, tokenizer: Tokenizer, problem: Problem
 ) -> tuple[int, ...]:
-  ids = render_prompt(
-      tokenizer, problem.prompt, add_bos=settings.tokenizer.add_bos
-  )
+  with named(f'the prompt of problem {problem.id!r}'):
+    ids = render_prompt(
+        tokenizer, problem.prompt, add_bos=settings.tokenizer.add_bos
+    )
   limit = settings.rollout.engine.max_prompt_length
   require(
       len(ids) <= limit,
@@ -435,18 +490,31 @@ def _demonstrations(
   if not settings.warm_start.steps:
     return ()
   task = settings.task
-  function = load_function(task.demonstrations, 'config.task.demonstrations')
+  at = 'config.task.demonstrations'
+  found = list(
+      _call(task.demonstrations, at, task.demonstration_count, task.seed)
+  )
   require(
-      task.demonstration_count >= settings.warm_start.batch,
-      'config.task.demonstration_count',
-      task.demonstration_count,
+      len(found) >= settings.warm_start.batch,
+      f'the number of {at}',
+      len(found),
       f'at least warm_start.batch={settings.warm_start.batch}',
   )
   end = list(tokenizer.eos_ids[:1]) if settings.rollout.stop_at_eos else []
   pairs = []
-  for prompt, answer in function(task.demonstration_count, task.seed):
-    ids = render_prompt(tokenizer, prompt, add_bos=settings.tokenizer.add_bos)
-    pairs.append((ids, tokenizer.encode(answer) + end))
+  for i, pair in enumerate(found):
+    right = (
+        isinstance(pair, (tuple, list))
+        and len(pair) == 2
+        and all(isinstance(text, str) for text in pair)
+    )
+    require(right, f'item {i} of {at}', pair, 'a prompt and an answer')
+    prompt, answer = pair
+    with named(f'item {i} of {at}'):
+      ids = render_prompt(tokenizer, prompt, add_bos=settings.tokenizer.add_bos)
+    ending = tokenizer.encode(answer) + end
+    require(bool(ending), f'item {i} of {at}', pair, 'an answer of some token')
+    pairs.append((ids, ending))
   longest = max(len(p) + len(a) for p, a in pairs)
   row = settings.warm_start.packing.row_tokens
   require(
@@ -462,7 +530,10 @@ def _sampling(
     settings: Experiment, tokenizer: Tokenizer, temperature: float
 ) -> SamplingParams:
   rollout = settings.rollout
-  stops = (*(tokenizer.eos_ids if rollout.stop_at_eos else ()), *rollout.stop_ids)
+  stops = (
+      *(tokenizer.eos_ids if rollout.stop_at_eos else ()),
+      *rollout.stop_ids,
+  )
   room = rollout.engine.max_stop_ids
   require(
       len(stops) <= room,

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import tempfile
 
 # Before jax starts: XLA sizes its thread pool from NPROC, and two slices that
 # dispatch collectives side by side deadlock in a smaller pool.
@@ -10,6 +11,12 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 _FLAG = '--xla_force_host_platform_device_count=8'
 if _FLAG not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}'.strip()
+
+# Many tests build the same small programs; each is compiled once a test run.
+_CACHE = tempfile.TemporaryDirectory(prefix='areal_jax_compiled_')
+os.environ['JAX_COMPILATION_CACHE_DIR'] = _CACHE.name
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 
 import pytest  # noqa: E402
 

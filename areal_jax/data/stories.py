@@ -82,8 +82,6 @@ def openings(
   chosen = _OPENINGS[split]
   require(1 <= count <= len(chosen), 'count', count, f'1..{len(chosen)}')
   return [
-      Problem(
-          f'stories/{split}/{i}', 'stories', text, '', {'subject': subject}
-      )
+      Problem(f'stories/{split}/{i}', 'stories', text, '', {'subject': subject})
       for i, (subject, text) in enumerate(chosen[:count])
   ]

@@ -32,6 +32,7 @@ Params = dict[str, Any]
 _CONFIG = 'config.json'
 _INDEX = 'model.safetensors.index.json'
 _WEIGHTS = 'model.safetensors'
+_DTYPES = ('F32', 'BF16', 'F16')  # as the headers of safetensors name them
 # Tables that old checkpoints store; they follow from the settings.
 _IGNORED = re.compile(r'\.rotary_emb\.inv_freq$')
 
@@ -134,6 +135,29 @@ def load_hf(
       where = None if shardings is None else _at(shardings, row.path)
       _put(params, row.path, jax.device_put(ours, where))
   return config, params
+
+
+def check_hf(folder: str | pathlib.Path) -> None:
+  """Reads the headers of a checkpoint folder alone, and no device.
+
+  Raises:
+    ConfigError: whatever `load_hf` would refuse.
+  """
+  folder = pathlib.Path(folder)
+  config = _load_config(folder, {})
+  shapes = transformer.abstract_params(config)
+  rows = _rows(shapes)
+  with contextlib.ExitStack() as stack:
+    tensors = _open_tensors(folder, stack)
+    _check_names(folder, config, tensors, rows)
+    for row in rows:
+      shape = _at(shapes, row.path).shape
+      layered = '{layer}' in row.hf
+      for layer in range(shape[0] if layered else 1):
+        name = row.hf.format(layer=layer)
+        _check_tensor(
+            folder, tensors, name, row.hf_shape(shape[1:] if layered else shape)
+        )
 
 
 def save_hf(
@@ -269,19 +293,30 @@ def _read_tensor(
     name: str,
     shape: tuple[int, ...],
 ) -> np.ndarray:
+  _check_tensor(folder, tensors, name, row.hf_shape(shape))
   theirs = tensors[name].get_tensor(name)
-  wanted = row.hf_shape(shape)
-  if theirs.shape != wanted:
+  return row.read(theirs.astype(np.float32), shape)
+
+
+def _check_tensor(
+    folder: pathlib.Path,
+    tensors: Mapping[str, Any],
+    name: str,
+    wanted: tuple[int, ...],
+) -> None:
+  """Raises if the header says another shape, or a type that is not read."""
+  header = tensors[name].get_slice(name)
+  shape, kind = tuple(header.get_shape()), header.get_dtype()
+  if shape != wanted:
     raise ConfigError(
-        f'{folder}: tensor {name} has shape {theirs.shape}, wanted {wanted} by'
+        f'{folder}: tensor {name} has shape {shape}, wanted {wanted} by'
         f' {_CONFIG}'
     )
-  if theirs.dtype.name not in ('float32', 'bfloat16', 'float16'):
+  if kind not in _DTYPES:
     raise ConfigError(
-        f'{folder}: tensor {name} is {theirs.dtype.name}, wanted float32,'
-        ' bfloat16 or float16'
+        f'{folder}: tensor {name} is {kind}, wanted float32 (F32), bfloat16'
+        ' (BF16) or float16 (F16)'
     )
-  return row.read(theirs.astype(np.float32), shape)
 
 
 def _rows(params: Params) -> list[Row]:

@@ -65,10 +65,10 @@ def test_seed_decides():
 
 def test_lengths_are_uniform_and_answers_vary():
   train = running_totals.problems('train', 400, 0)
-  counts = [sum(p.prompt.count('+') == n for p in train) for n in range(1, 8)]
+  counts = [sum(p.prompt.count('+') == n for p in train) for n in range(1, 6)]
   assert min(counts) >= 30
   lengths = {len(p.answer) for p in train}
-  assert min(lengths) <= 3 and max(lengths) >= 19
+  assert min(lengths) <= 3 and max(lengths) >= 14
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_demonstrations_are_whole_or_one_total_short():
     if answer != whole:
       short += 1
       assert answer == whole.rpartition(';')[0] + '.'
-  assert abs(can_be / 20_000 - 6 / 7) < 0.02
+  assert abs(can_be / 20_000 - 4 / 5) < 0.02
   assert abs(short / can_be - 0.55) < 0.02
 
 

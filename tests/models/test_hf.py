@@ -185,7 +185,7 @@ def test_a_tensor_of_whole_numbers_is_refused(saved):
   folder, _, _ = saved
   name = 'model.norm.weight'
   change(folder, lambda t: t.update({name: np.zeros(8, np.int8)}))
-  with pytest.raises(ConfigError, match=f'{name} is int8, wanted float32'):
+  with pytest.raises(ConfigError, match=f'{name} is I8, wanted float32'):
     load_hf(folder, None, None)
 
 

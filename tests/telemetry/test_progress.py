@@ -4,6 +4,7 @@ import fcntl
 import io
 import os
 import pty
+import select
 import struct
 import termios
 
@@ -27,8 +28,16 @@ def terminal():
   reader, writer = pty.openpty()
   size = struct.pack('HHHH', 24, 50, 0, 0)
   fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
+
+  def read():
+    # One read may end in the middle of what was written.
+    parts = []
+    while select.select([reader], [], [], 0.1)[0]:
+      parts.append(os.read(reader, 65536))
+    return b''.join(parts).decode()
+
   with os.fdopen(writer, 'w') as stream:
-    yield stream, lambda: os.read(reader, 65536).decode()
+    yield stream, read
   os.close(reader)
 
 

@@ -1,0 +1,224 @@
+"""What `prepare` makes of right settings. Wrong ones: `test_bad_input.py`."""
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.config import to_dict
+from areal_jax.experiment import prepare
+from areal_jax.models import transformer
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.hf import save_hf
+from areal_jax.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
+from tests.small_experiment import experiment
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ALPHABET = 14 + 4  # digits and '+=;.', and the special pieces
+
+
+def write_rows(path: pathlib.Path, *rows: tuple[str, str, str]) -> str:
+  path.write_text(
+      '\n'.join(
+          json.dumps({'id': i, 'prompt': prompt, 'answer': answer})
+          for i, prompt, answer in rows
+      )
+  )
+  return str(path)
+
+
+def test_preparing_writes_nothing_and_leaves_the_settings_open(tmp_path):
+  settings = experiment(tmp_path / 'runs')
+  before = to_dict(settings)
+  got = prepare(settings)
+  assert list(tmp_path.iterdir()) == []
+  assert to_dict(settings) == before == to_dict(got.settings)
+  settings.seed = 2
+  with pytest.raises(AttributeError, match='the settings are resolved'):
+    got.settings.seed = 2
+
+
+def test_preparing_starts_no_device():
+  code = (
+      'from areal_jax.experiment import prepare\n'
+      'from tests.small_experiment import experiment\n'
+      'prepare(experiment("runs", warm_start__steps=1))\n'
+      'import jax._src.xla_bridge as bridge\n'
+      'assert not bridge.backends_are_initialized()\n'
+      'import jax\n'
+      'jax.devices()\n'
+      'assert bridge.backends_are_initialized()\n'
+  )
+  child = subprocess.run(
+      [sys.executable, '-c', code],
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=120,
+  )
+  assert child.returncode == 0, child.stderr
+
+
+def test_problems_are_those_of_the_task(tmp_path):
+  got = prepare(experiment(tmp_path))
+  assert len(got.train) == 8
+  assert len(got.evaluation) == 4
+  ids = {problem.id for problem in (*got.train, *got.evaluation)}
+  assert len(ids) == 12
+  assert set(got.prompts) == ids
+  again = prepare(experiment(tmp_path, seed=9))
+  assert again.train == got.train  # the run's seed is not the task's
+
+
+def test_problems_come_from_files_where_they_are_named(tmp_path):
+  train = write_rows(
+      tmp_path / 'train.jsonl', *((f't{i}', f'{i}+1=', '?') for i in range(4))
+  )
+  evaluation = write_rows(tmp_path / 'eval.jsonl', ('e', '9+9=', '18.'))
+  got = prepare(
+      experiment(tmp_path, task__train_file=train, task__eval_file=evaluation)
+  )
+  assert [problem.id for problem in got.train] == ['t0', 't1', 't2', 't3']
+  assert [problem.answer for problem in got.evaluation] == ['18.']
+
+
+@pytest.mark.parametrize('add_bos', [True, False])
+def test_prompts_are_rendered_once(tmp_path, add_bos):
+  got = prepare(experiment(tmp_path, tokenizer__add_bos=add_bos))
+  problem = got.train[0]
+  plain = tuple(got.tokenizer.encode(problem.prompt))
+  front = (got.tokenizer.bos_id,) if add_bos else ()
+  assert got.prompts[problem.id] == front + plain
+  assert got.tokenizer.decode(plain) == problem.prompt
+
+
+def test_the_tokenizer_can_be_saved_and_opened_again(tmp_path):
+  got = prepare(experiment(tmp_path))
+  path = tmp_path / 'tokenizer.model'
+  path.write_bytes(got.tokenizer_model)
+  assert SentencePieceTokenizer(path).vocab_size == ALPHABET
+  again = prepare(experiment(tmp_path, tokenizer__path=str(path)))
+  assert again.tokenizer_model == got.tokenizer_model
+  assert again.prompts == got.prompts
+
+
+def test_the_vocabulary_is_the_tokenizers_padded_for_both_meshes(tmp_path):
+  got = prepare(experiment(tmp_path))
+  assert got.model.vocab_size == got.model.padded_vocab_size == ALPHABET
+  got = prepare(
+      experiment(
+          tmp_path,
+          policy__model=ModelConfig(width=48, heads=12, mlp_width=48),
+          mesh__train__tensor=4,
+          mesh__rollout__tensor=6,
+      )
+  )
+  assert got.model.vocab_size == ALPHABET
+  assert got.model.vocab_multiple == 12  # least common multiple of 4 and 6
+  assert got.model.padded_vocab_size == 24
+
+
+def test_a_published_policy_brings_its_shape_but_not_its_arithmetic(tmp_path):
+  published = ModelConfig(
+      vocab_size=ALPHABET + 2,
+      width=16,
+      layers=3,
+      heads=2,
+      kv_heads=1,
+      head_size=8,
+      mlp_width=24,
+      max_length=64,
+  )
+  params = jax.tree.map(
+      lambda p: np.zeros(p.shape, np.float32),
+      transformer.abstract_params(published),
+  )
+  save_hf(tmp_path / 'policy', published, params)
+  got = prepare(
+      experiment(
+          tmp_path,
+          policy__path=str(tmp_path / 'policy'),
+          policy__model=ModelConfig(
+              layer_loop='scan', remat=True, compute_dtype='bfloat16'
+          ),
+      )
+  ).model
+  assert (got.width, got.layers, got.heads, got.kv_heads) == (16, 3, 2, 1)
+  assert got.vocab_size == ALPHABET + 2  # ids beyond the tokenizer's are kept
+  assert (got.layer_loop, got.remat) == ('scan', True)
+  assert got.compute_dtype == 'bfloat16'
+
+
+def test_sampling_ends_at_the_stop_ids(tmp_path):
+  got = prepare(
+      experiment(tmp_path, rollout__stop_ids=(7,), rollout__temperature=0.7)
+  )
+  assert got.sampling.stop_ids == (*got.tokenizer.eos_ids, 7)
+  assert got.sampling.temperature == 0.7
+  assert got.sampling.max_new_tokens == 16
+  assert got.evaluation_sampling.temperature == 0.0
+  assert got.evaluation_sampling.stop_ids == got.sampling.stop_ids
+  got = prepare(experiment(tmp_path, rollout__stop_at_eos=False))
+  assert got.sampling.stop_ids == ()
+
+
+@pytest.mark.parametrize('stop', [True, False])
+def test_demonstrations_end_as_samples_do(tmp_path, stop):
+  got = prepare(
+      experiment(tmp_path, warm_start__steps=1, rollout__stop_at_eos=stop)
+  )
+  assert len(got.demonstrations) == 8
+  for prompt, answer in got.demonstrations:
+    assert got.tokenizer.decode(prompt)[-1] == '='
+    assert got.tokenizer.decode(answer)[-1] == '.'
+    assert (answer[-1] in got.tokenizer.eos_ids) == stop
+
+
+def test_a_warm_start_that_is_off_asks_for_nothing(tmp_path):
+  got = prepare(
+      experiment(
+          tmp_path,
+          task__demonstrations='no_such_package:demonstrations',
+          warm_start__packing__rows=3,
+          mesh__train__fsdp=2,
+      )
+  )
+  assert got.demonstrations == ()
+
+
+@pytest.mark.parametrize(
+    'slots, group, replicas, wanted',
+    [
+        (4, 2, 1, 3),  # 2 groups fill the slots, 1 waits at the door
+        (4, 2, 2, 6),
+        (4, 3, 1, 3),  # the second group has slots for one member
+        (4, 8, 1, 2),
+    ],
+)
+def test_groups_under_way_fill_the_slots_and_one_more_a_replica(
+    tmp_path, slots, group, replicas, wanted
+):
+  changes = dict(
+      rollout__engine__slots=slots,
+      rollout__group_size=group,
+      mesh__rollout__replicas=replicas,
+  )
+  got = prepare(experiment(tmp_path, **changes))
+  assert got.max_running == wanted
+  got = prepare(experiment(tmp_path, rollout__max_running=5, **changes))
+  assert got.max_running == 5
+
+
+def test_the_folder_of_runs_may_not_exist_yet(tmp_path):
+  folder = tmp_path / 'a' / 'b' / 'runs'
+  assert prepare(experiment(folder)).settings.output == str(folder)
+
+
+def test_eta_may_be_without_bound(tmp_path):
+  got = prepare(experiment(tmp_path, rollout__eta=math.inf))
+  assert got.settings.rollout.eta == math.inf
