@@ -1,8 +1,8 @@
 """The main job: `python -m areal_jax.run --config=experiments/quickstart.py`.
 
-Thin: reads the config file and its overrides (`--config.a.b=value`) and hands
-over to `session.py`. It imports jax late, because reward workers import this
-module again and need none of it.
+Thin: `command.py` reads the config file and its overrides
+(`--config.a.b=value`), `session.py` does the work. It imports jax late, because
+reward workers import this module again and need none of it.
 
 Exit codes: 0 done, 1 the run failed, 2 a mistake in the settings (one line on
 standard error, nothing written), 130 interrupted.
@@ -10,159 +10,14 @@ standard error, nothing written), 130 interrupted.
 
 from __future__ import annotations
 
-import dataclasses
-import pathlib
-import re
-import sys
-import types
 import typing
-from typing import Any, Callable, Sequence
 
-from absl import app, flags, logging
-from ml_collections import config_flags
+from absl import app
 
-from areal_jax.config import ConfigError, unknown_field
-from areal_jax.sandbox.call import call
+from areal_jax import command
 
 if typing.TYPE_CHECKING:
   from areal_jax.experiment import Experiment
-
-_HELP = 'A file with get_config(), e.g. experiments/quickstart.py.'
-_WANTED = 'a Python file with get_config(), e.g. experiments/quickstart.py'
-# What flags of a type want, by the name absl has for it.
-_KINDS = {'float': 'a number', 'int': 'a whole number', 'bool': 'true or false'}
-
-
-@dataclasses.dataclass
-class _NoFile:
-  """What `--config` stands for before it names a file."""
-
-  def __str__(self) -> str:
-    return 'none'
-
-
-def read_experiment(
-    argv: Sequence[str], values: flags.FlagValues
-) -> Experiment:
-  """The experiment that a command line describes, overrides applied.
-
-  Args:
-    argv: the program's name, then `--config=FILE` or `--config=FILE:VARIANT`
-      (get_config is called with the variant), then `--config.a.b=value`.
-    values: where the flags are defined and parsed.
-
-  Raises:
-    flags.Error: whatever is wrong with them or with the file; names it.
-  """
-  argv = values.read_flags_from_files(list(argv), force_gnu=False)
-  files = [a for a in argv if re.match(r'--?config(=|$)', a)]
-  overrides = [a for a in argv if re.match(r'--?(no)?config\.', a)]
-  missing = flags.Error(f'--config is missing, wanted {_WANTED}')
-  if overrides and not files:
-    raise missing
-  if len(files) > 1:
-    raise flags.Error(f'--config is given as {files}, wanted one of them')
-  config_flags.DEFINE_config_dataclass(
-      'config',
-      _NoFile(),
-      _HELP,
-      flag_values=values,
-      sys_argv=argv,
-      parse_fn=lambda spec: _load(spec, overrides),
-  )
-  try:
-    rest = values(argv)
-  except flags.IllegalFlagValueError as error:
-    found = re.match(r'flag --([\w.]+)=', str(error))
-    kind = _KINDS.get(values[found[1]].flag_type()) if found else None
-    raise flags.Error(f'{error}, wanted {kind}' if kind else error) from error
-  except ValueError as error:  # what config_flags raises below a None
-    raise flags.Error(error) from error
-  if len(rest) > 1:
-    raise flags.Error(f'{rest[1:]} are left over, wanted only --flag=value')
-  if not files:
-    raise missing
-  return values['config'].value
-
-
-def _load(spec: str, overrides: Sequence[str]) -> Experiment:
-  """What get_config() of a file returns; it has every overridden field."""
-  # pylint: disable=g-import-not-at-top
-  from areal_jax.experiment import Experiment
-
-  path, colon, variant = spec.partition(':')
-  try:
-    code = compile(
-        pathlib.Path(path).read_bytes(), path, 'exec', dont_inherit=True
-    )
-  except OSError as error:
-    raise flags.Error(
-        f'--config is {spec!r}, which cannot be read ({error.strerror}), wanted'
-        f' {_WANTED}'
-    ) from error
-  except (SyntaxError, ValueError) as error:  # ValueError: null bytes
-    raise flags.Error(f'{path} is not Python: {error}') from error
-  module = types.ModuleType('areal_jax_config')
-  module.__file__ = path
-  sys.modules[module.__name__] = module  # dataclasses look themselves up there
-  _call(path, exec, code, vars(module))
-  get_config = getattr(module, 'get_config', None)
-  if not callable(get_config):
-    raise flags.Error(f'{path} has no get_config(), wanted {_WANTED}')
-  experiment = _call(path, get_config, *([variant] if colon else []))
-  if not isinstance(experiment, Experiment):
-    raise flags.Error(
-        f'get_config() of {path} returned a {type(experiment).__name__}, wanted'
-        ' an Experiment'
-    )
-  for override in overrides:
-    _check_fields(experiment, override)
-  return experiment
-
-
-def _call(path: str, function: Callable[..., Any], *args: Any) -> Any:
-  """Calls into the config file; whatever it raises names file and line."""
-  outcome = call(function, *args)
-  if outcome.status == 'ok':
-    return outcome.value
-  cause, _, trace = outcome.detail.partition('\n')
-  lines = re.findall(rf'File "{re.escape(path)}", line (\d+)', trace)
-  at = f'{path} line {lines[-1]}' if lines else path
-  raise flags.Error(f'{at} failed: {cause}')
-
-
-def _check_fields(experiment: Experiment, override: str) -> None:
-  """Refuses `--config.a.b=value` if there is no such field."""
-  path = re.sub(r'^--?(no)?config\.', '', override).partition('=')[0]
-  at, settings = 'config', experiment
-  for name in path.split('.'):
-    if settings is None:  # config_flags builds it, or says why it cannot
-      return
-    if not dataclasses.is_dataclass(settings):
-      raise flags.Error(f'{override}: {at} is {settings!r} and has no fields')
-    names = [field.name for field in dataclasses.fields(settings)]
-    if name not in names:
-      raise flags.Error(f'{override}: {unknown_field(at, name, names)}')
-    at, settings = f'{at}.{name}', getattr(settings, name)
-  if dataclasses.is_dataclass(settings):
-    names = [field.name for field in dataclasses.fields(settings)]
-    raise flags.Error(f'{override}: wanted one of the fields of {at}: {names}')
-
-
-def read_flags(argv: list[str]) -> Experiment:
-  """Parses the flags of this program.
-
-  Raises:
-    SystemExit: with code 2, after one line that says what is wrong.
-  """
-  try:
-    experiment = read_experiment(argv, flags.FLAGS)
-  except flags.Error as error:
-    sys.exit(_complain(error))
-  # absl would show what jax tells at level INFO: that it looked for a TPU.
-  if flags.FLAGS['verbosity'].using_default_value:
-    logging.set_verbosity(logging.WARNING)
-  return experiment
 
 
 def main(experiment: Experiment) -> int:
@@ -170,21 +25,8 @@ def main(experiment: Experiment) -> int:
   # pylint: disable=g-import-not-at-top
   from areal_jax import session
 
-  try:
-    session.run(experiment)
-  except ConfigError as error:
-    return _complain(error)
-  except KeyboardInterrupt:
-    print('interrupted', file=sys.stderr)
-    return 130
-  return 0
-
-
-def _complain(error: Exception) -> int:
-  """One line for a mistake; returns the exit code of all of them."""
-  print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
-  return 2
+  return command.exit_code(session.run, experiment)
 
 
 if __name__ == '__main__':
-  app.run(main, flags_parser=read_flags)
+  app.run(main, flags_parser=command.read_flags)

@@ -24,6 +24,7 @@ from areal_jax.experiment import (
 )
 from areal_jax.losses.advantages import AdvantageSettings
 from areal_jax.losses.policy import PolicyLoss
+from areal_jax.models.config import ModelConfig
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
 from areal_jax.rollout.evaluation import EvaluationSettings
@@ -42,7 +43,9 @@ def get_config() -> Experiment:
           eval_problems=20,
       ),
       tokenizer=TokenizerSettings(path='stories260K/tok512.model'),
-      policy=PolicySettings(path='stories260K/hf'),
+      policy=PolicySettings(
+          path='stories260K/hf', model=ModelConfig(layer_loop='scan')
+      ),
       reward=RewardSettings('areal_jax.rewards.stories:quote'),
       rollout=RolloutSettings(
           batch_size=8,
@@ -51,7 +54,7 @@ def get_config() -> Experiment:
           max_new_tokens=64,
           stop_ids=(1,),  # BOS, which stands between two stories
           engine=EngineSettings(
-              slots=64,
+              slots=16,
               max_length=96,
               max_prompt_length=32,
               page_size=16,

@@ -20,6 +20,7 @@ import pytest
 from safetensors import numpy as st
 
 from areal_jax import run
+from areal_jax.command import read_experiment
 from areal_jax.config import ConfigError, resolve
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
@@ -657,7 +658,7 @@ def test_a_policy_without_weights_is_refused(refused, tmp_path_factory):
 
 
 def parse(*arguments: str):
-  return run.read_experiment(['run', *arguments], flags.FlagValues())
+  return read_experiment(['run', *arguments], flags.FlagValues())
 
 
 def test_overrides_reach_the_experiment():

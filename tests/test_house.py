@@ -35,7 +35,7 @@ FLOORS = (
     ('models', 'losses', 'rewards', 'data'),
     ('rollout', 'buffer', 'train', 'weights', 'simulate'),
     ('experiment', 'cluster'),
-    ('session',),
+    ('command', 'session'),
     (
         'run',
         'evaluate',
@@ -53,6 +53,7 @@ WORDS = ('__init__', 'config', 'ledger', 'types')
 # load an accelerator library.
 LIGHT_ROOMS = ('words', 'tokenizer', 'sandbox', 'rewards', 'data')
 LIGHT_MODULES = (
+    'areal_jax.command',
     'areal_jax.rewards.base',
     'areal_jax.sandbox.pool',
     'areal_jax.run',
