@@ -4,5 +4,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh
-prepare_environment requirements.txt requirements-dev.txt
+prepare_environment requirements.txt requirements-dev.txt \
+  requirements-notebooks.txt
 exec .venv/bin/python -m pytest "$@"

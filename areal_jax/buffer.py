@@ -9,7 +9,8 @@ Three staleness policies, all bounded by the ledger at admission:
 * `fifo`: strictly in the order of admission. No token older than η, at the
   price of waiting for the slowest.
 
-`put` never blocks; how much can wait here is the ledger's affair.
+`put` never blocks; how much can wait here is the affair of the ledger and of
+the controller (`max_ready`).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ none of it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import re
 import sys
@@ -21,8 +22,9 @@ from typing import Any, Callable, Sequence
 from absl import flags, logging
 from ml_collections import config_flags
 
-from areal_jax.config import ConfigError, unknown_field
+from areal_jax.config import ConfigError, from_dict, require, unknown_field
 from areal_jax.sandbox.call import call
+from areal_jax.telemetry import run_folder
 
 if typing.TYPE_CHECKING:
   from areal_jax.experiment import Experiment
@@ -48,7 +50,8 @@ def read_experiment(
 
   Args:
     argv: the program's name, then `--config=FILE` or `--config=FILE:VARIANT`
-      (get_config is called with the variant), then `--config.a.b=value`.
+      (get_config is called with the variant), then `--config.a.b=value`. FILE
+      may be the config.json that a run has written.
     values: where the flags are defined and parsed.
 
   Raises:
@@ -73,7 +76,7 @@ def read_experiment(
   try:
     rest = values(argv)
   except flags.IllegalFlagValueError as error:
-    found = re.match(r'flag --([\w.]+)=', str(error))
+    found = re.match(r'flag --([\w.\[\]]+)=', str(error))
     kind = _KINDS.get(values[found[1]].flag_type()) if found else None
     raise flags.Error(f'{error}, wanted {kind}' if kind else error) from error
   except ValueError as error:  # what config_flags raises below a None
@@ -101,6 +104,26 @@ def read_flags(argv: list[str]) -> Experiment:
   return experiment
 
 
+def point_to_run(experiment: Experiment, folder: str) -> None:
+  """Makes the settings name the policy and the tokenizer of a finished run.
+
+  Raises:
+    ConfigError: the folder lacks one of them.
+  """
+  for settings, names in (
+      (experiment.policy, [run_folder.POLICY]),
+      (
+          experiment.tokenizer,
+          [run_folder.TOKENIZER, run_folder.TOKENIZER_FILES],
+      ),
+  ):
+    paths = [pathlib.Path(folder) / name for name in names]
+    path = next((path for path in paths if path.exists()), None)
+    wanted = f'the folder of a finished run, with {names[0]!r} in it'
+    require(path is not None, '--run', folder, wanted)
+    settings.path = str(path)
+
+
 def exit_code(work: Callable[..., Any], *args: Any) -> int:
   """Does the work of a command; returns its exit code.
 
@@ -124,7 +147,36 @@ def complain(error: Exception) -> int:
 
 
 def _load(spec: str, overrides: Sequence[str]) -> Experiment:
-  """What get_config() of a file returns; it has every overridden field."""
+  """The settings that a file describes; they have every overridden field."""
+  if spec.endswith('.json'):
+    experiment = _load_json(spec)
+  else:
+    experiment = _load_python(spec)
+  for override in overrides:
+    _check_fields(experiment, override)
+  return experiment
+
+
+def _load_json(path: str) -> Experiment:
+  """The settings of a run, as it wrote them into its folder."""
+  # pylint: disable=g-import-not-at-top
+  from areal_jax.experiment import Experiment
+
+  try:
+    return from_dict(Experiment, json.loads(pathlib.Path(path).read_bytes()))
+  except OSError as error:
+    raise flags.Error(
+        f'--config is {path!r}, which cannot be read ({error.strerror}), wanted'
+        f' the {run_folder.CONFIG} of a run'
+    ) from error
+  except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    raise flags.Error(f'{path} is not JSON: {error}') from error
+  except ConfigError as error:
+    raise flags.Error(f'{path}: {error}') from error
+
+
+def _load_python(spec: str) -> Experiment:
+  """What get_config() of a file returns."""
   # pylint: disable=g-import-not-at-top
   from areal_jax.experiment import Experiment
 
@@ -153,8 +205,6 @@ def _load(spec: str, overrides: Sequence[str]) -> Experiment:
         f'get_config() of {path} returned a {type(experiment).__name__}, wanted'
         ' an Experiment'
     )
-  for override in overrides:
-    _check_fields(experiment, override)
   return experiment
 
 
@@ -173,7 +223,14 @@ def _check_fields(experiment: Experiment, override: str) -> None:
   """Refuses `--config.a.b=value` if there is no such field."""
   path = re.sub(r'^--?(no)?config\.', '', override).partition('=')[0]
   at, settings = 'config', experiment
-  for name in path.split('.'):
+  # `sources[0].path` is a field of the first of several settings.
+  for name in re.sub(r'\[(\d+)\]', r'.\1', path).split('.'):
+    if isinstance(settings, (tuple, list)):
+      places = [str(place) for place in range(len(settings))]
+      if name not in places:
+        raise flags.Error(f'{override}: {at} has {len(places)} items')
+      at, settings = f'{at}[{name}]', settings[int(name)]
+      continue
     if settings is None:  # config_flags builds it, or says why it cannot
       return
     if not dataclasses.is_dataclass(settings):

@@ -72,14 +72,21 @@ def resolve(settings: Any, at: str = 'config') -> Any:
     path = f'{at}.{field.name}'
     value = getattr(settings, field.name)
     value = _checked(value, hints[field.name], path)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-      value = resolve(value, path)
-    values[field.name] = value
+    values[field.name] = _resolved(value, path)
   frozen = _frozen_type(_open_type(type(settings)))(**values)
   validate = getattr(frozen, 'validate', None)
   if validate is not None:
     validate(at)
   return frozen
+
+
+def _resolved(value: Any, path: str) -> Any:
+  """A checked value; settings in it, alone or in a tuple, are resolved."""
+  if isinstance(value, tuple):
+    return tuple(_resolved(v, f'{path}[{i}]') for i, v in enumerate(value))
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    return resolve(value, path)
+  return value
 
 
 def to_dict(settings: Any) -> Any:
@@ -98,6 +105,53 @@ def to_dict(settings: Any) -> Any:
   if settings is None or isinstance(settings, (bool, int, float)):
     return settings
   return _SECRET_VALUE.sub(REDACTED, str(settings))
+
+
+def from_dict(kind: type, values: Any, at: str = 'config') -> Any:
+  """The tree of settings that `to_dict` wrote, open again.
+
+  Fields that are missing have their defaults. Values are checked when the tree
+  is resolved.
+
+  Raises:
+    ConfigError: a field that `kind` lacks, or a tree of another form.
+  """
+  require(isinstance(values, dict), at, values, f'fields of {kind.__name__}')
+  hints = _type_hints(kind)
+  for name in values:
+    if name not in hints:
+      raise ConfigError(unknown_field(at, name, list(hints)))
+  try:
+    return _open_type(kind)(
+        **{
+            name: _from_plain(value, hints[name], f'{at}.{name}')
+            for name, value in values.items()
+        }
+    )
+  except TypeError as error:  # a field without a default is missing
+    raise ConfigError(f'{at}: {error}') from error
+
+
+def _from_plain(value: Any, hint: Any, path: str) -> Any:
+  """A field's value from JSON: what JSON lacks is told by its type."""
+  origin, inner = typing.get_origin(hint), typing.get_args(hint)
+  if origin in (typing.Union, types.UnionType):
+    # The only unions of settings are with None.
+    trees = [option for option in inner if dataclasses.is_dataclass(option)]
+    tree = trees and isinstance(value, dict)
+    return _from_plain(value, trees[0], path) if tree else value
+  if dataclasses.is_dataclass(hint):
+    return from_dict(hint, value, path)
+  if origin is tuple and isinstance(value, list):
+    if inner[-1] is Ellipsis:
+      inner = inner[:1] * len(value)
+    return tuple(
+        _from_plain(v, t, f'{path}[{i}]')
+        for i, (v, t) in enumerate(zip(value, inner))
+    )
+  if hint is float and value in ('inf', '-inf'):
+    return float(value)
+  return value
 
 
 def _redacted(name: str, value: Any) -> Any:
@@ -220,5 +274,6 @@ def open_for_flags(kind: type) -> None:
     if typing.get_origin(hint) is typing.Literal:
       hint = type(typing.get_args(hint)[0])
     field.type = hint
-    if dataclasses.is_dataclass(hint):
-      open_for_flags(hint)
+    for inner in (hint, *typing.get_args(hint)):  # also those in a tuple
+      if dataclasses.is_dataclass(inner):
+        open_for_flags(inner)

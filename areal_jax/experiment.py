@@ -10,30 +10,42 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import math
 import os
 import pathlib
 import tempfile
-from typing import Any, Literal
+from typing import Any, Literal, Mapping
+
+import jax
 
 from areal_jax import config as config_lib
 from areal_jax.buffer import StalenessPolicy
 from areal_jax.config import ConfigError, named, require
 from areal_jax.data import problems as problems_lib
+from areal_jax.data.sources import (
+    Sources,
+    SourceSettings,
+    read_source,
+    read_sources,
+)
+from areal_jax.data.stream import Part
+from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings
-from areal_jax.models import hf
-from areal_jax.models.config import ModelConfig, config_from_hf, config_to_hf
+from areal_jax.models import transformer
+from areal_jax.models.config import ModelConfig, config_to_hf
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
 from areal_jax.rollout.evaluation import EvaluationSettings
 from areal_jax.rollout.loop import SwapMode
 from areal_jax.sandbox.call import load_function
+from areal_jax.telemetry.profiling import ProfilingSettings
 from areal_jax.tokenizer.base import Tokenizer, render_prompt
-from areal_jax.tokenizer.sentencepiece_tokenizer import (
-    SentencePieceTokenizer,
-    train_sentencepiece,
-)
+from areal_jax.tokenizer.chat_template import ChatTemplate
+from areal_jax.tokenizer.files import Opened, open_tokenizer
+from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
+from areal_jax.train import pretrained
+from areal_jax.train.checkpoint import CheckpointSettings
+from areal_jax.train.pretrained import Pretrained
 from areal_jax.train.supervised import WarmStartSettings
 from areal_jax.train.trainer import TrainSettings
 from areal_jax.types import Problem, SamplingParams
@@ -48,8 +60,13 @@ class TaskSettings:
       count and seed.
     train_problems: problems to train on.
     eval_problems: held-out problems.
-    train_file: JSON lines with the problems to train on, instead.
-    eval_file: JSON lines with the held-out problems, instead.
+    train_file: a file with the problems to train on, instead: JSON lines,
+      Parquet or ArrayRecord with rows of our own form.
+    eval_file: such a file with the held-out problems.
+    train_sources: files of any form, mixed by weight, instead.
+    eval_sources: such files with the held-out problems.
+    too_long: whether a prompt longer than the engine takes is refused, or its
+      problem left out and counted.
     texts: function that returns texts to train a tokenizer on.
     demonstrations: function of (count, seed) that returns (prompt, answer)
       pairs for the warm start.
@@ -62,6 +79,9 @@ class TaskSettings:
   eval_problems: int = 256
   train_file: str = ''
   eval_file: str = ''
+  train_sources: tuple[SourceSettings, ...] = ()
+  eval_sources: tuple[SourceSettings, ...] = ()
+  too_long: Literal['refuse', 'drop'] = 'refuse'
   texts: str = 'areal_jax.data.running_totals:texts'
   demonstrations: str = 'areal_jax.data.running_totals:habitual'
   demonstration_count: int = 20_000
@@ -71,23 +91,37 @@ class TaskSettings:
     for name in ('train_problems', 'eval_problems', 'demonstration_count'):
       value = getattr(self, name)
       require(value >= 1, f'{at}.{name}', value, 'at least 1')
+    for split in ('train', 'eval'):
+      file = getattr(self, f'{split}_file')
+      sources = getattr(self, f'{split}_sources')
+      right = not (file and sources)
+      require(right, f'{at}.{split}_file', file, f"'' beside {split}_sources")
+    for i, source in enumerate(self.eval_sources):
+      require(source.weight == 1, f'{at}.eval_sources[{i}].weight',
+              source.weight, '1: each problem is asked')  # fmt: skip
 
 
 @dataclasses.dataclass
 class TokenizerSettings:
-  """A sentencepiece model: one on disk, or one trained on the task's texts.
+  """A tokenizer on disk, or one trained on the task's texts.
 
   Attributes:
-    path: a `.model` file; empty to train one when the run starts.
+    path: a sentencepiece `.model`, a `tokenizer.json`, a folder with either or
+      the folder of a run; empty to train one when the run starts.
     kind: of the one that is trained.
     vocab_size: of the one that is trained; 0 for what 'char' needs.
-    add_bos: whether every prompt begins with the BOS id.
+    add_bos: whether every prompt that is a plain text begins with the BOS id.
+    chat_template: Jinja text that renders prompts of several messages; empty
+      for the one in the folder.
+    chat_variables: what the template may ask for, as `enable_thinking`.
   """
 
   path: str = ''
   kind: Literal['char', 'bpe', 'unigram'] = 'char'
   vocab_size: int = 0
   add_bos: bool = True
+  chat_template: str = ''
+  chat_variables: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def validate(self, at: str) -> None:
     require(self.vocab_size >= 0, f'{at}.vocab_size', self.vocab_size,
@@ -99,13 +133,18 @@ class PolicySettings:
   """The policy to start from.
 
   Attributes:
-    path: a Hugging Face folder; empty to start from random weights.
-    model: its shape where `path` is empty. The vocabulary comes from the
-      tokenizer; compute dtype, layer loop and remat are taken from here in
-      either case.
+    path: a Hugging Face folder, the folder of a run, or a checkpoint; empty to
+      start from random weights.
+    load: 'all' takes the whole policy of `path`, its shape included;
+      'matching' takes the tensors that fit into `model` and leaves the others
+      at their initial values.
+    model: its shape where `path` is empty or `load` is 'matching'. The
+      vocabulary comes from the tokenizer; compute dtype, layer loop and remat
+      are taken from here in either case.
   """
 
   path: str = ''
+  load: Literal['all', 'matching'] = 'all'
   model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
 
 
@@ -124,8 +163,11 @@ class RolloutSettings:
     max_new_tokens: longest answer.
     stop_at_eos: whether the tokenizer's end-of-sequence ids end an answer.
     stop_ids: further ids that end one.
-    max_running: groups under way at once; 0 for as many as fill all slots and
-      one more for each replica.
+    max_running: as many answers are under way at once as so many groups have;
+      0 for as many groups as fill all slots and one more for each replica.
+    max_ready: no group is started while so many finished ones wait for
+      training. Where η has no bound, this is what bounds the host's memory;
+      those under way still finish.
     dtype: of the weights on the rollout side; empty to leave it.
     wait_s: longest time that training waits for a batch.
     engine: shapes of one engine.
@@ -141,6 +183,7 @@ class RolloutSettings:
   stop_at_eos: bool = True
   stop_ids: tuple[int, ...] = ()
   max_running: int = 0
+  max_ready: int = 4096
   dtype: Literal['', 'float32', 'bfloat16'] = ''
   wait_s: float = 600.0
   engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
@@ -158,6 +201,9 @@ class RolloutSettings:
     )
     require(self.max_running >= 0, f'{at}.max_running', self.max_running,
             'at least 0')  # fmt: skip
+    require(self.max_ready >= self.batch_size, f'{at}.max_ready',
+            self.max_ready, f'at least batch_size={self.batch_size}, or no'
+            ' batch is ever complete')  # fmt: skip
     require(0 < self.wait_s < math.inf, f'{at}.wait_s', self.wait_s,
             'more than 0 and finite: no wait is without end')  # fmt: skip
     longest = self.engine.max_prompt_length + self.max_new_tokens
@@ -182,7 +228,15 @@ class Experiment:
     steps: training steps.
     shuffle_rewards: a control: rewards are dealt out anew at random among the
       answers of a batch, so nothing can be learned but by accident.
-    sample_bytes: limit of samples.jsonl.
+    sample_bytes: limit of samples.jsonl, and that of evaluations.jsonl.
+    event_bytes: limit of events.jsonl. The trace is made of it in memory, at
+      thirteen times its size.
+    resume: empty for a new run; 'auto' goes on with the run of this name from
+      its last whole checkpoint, or starts it anew if it had none yet; the
+      folder of a run goes on with that one; a checkpoint starts a new run that
+      goes on from there.
+    profiling: which steps are profiled, and what a signal asks for.
+    checkpoint: when the state of the run is saved, and what is kept.
   """
 
   name: str = 'experiment'
@@ -191,6 +245,14 @@ class Experiment:
   steps: int = 100
   shuffle_rewards: bool = False
   sample_bytes: int = 20_000_000
+  event_bytes: int = 100_000_000
+  resume: str = ''
+  profiling: ProfilingSettings = dataclasses.field(
+      default_factory=ProfilingSettings
+  )
+  checkpoint: CheckpointSettings = dataclasses.field(
+      default_factory=CheckpointSettings
+  )
   task: TaskSettings = dataclasses.field(default_factory=TaskSettings)
   tokenizer: TokenizerSettings = dataclasses.field(
       default_factory=TokenizerSettings
@@ -222,8 +284,13 @@ class Experiment:
     ):  # numpy takes none below 0, and a random stream is named by 32 bits
       require(0 <= seed < 2**32, f'{at}.{name}', seed, '0 to 2**32 - 1')
     require(self.steps >= 1, f'{at}.steps', self.steps, 'at least 1')
-    require(self.sample_bytes >= 1000, f'{at}.sample_bytes',
-            self.sample_bytes, 'at least 1000')  # fmt: skip
+    for name in ('sample_bytes', 'event_bytes'):
+      value = getattr(self, name)
+      require(value >= 1000, f'{at}.{name}', value, 'at least 1000')
+    for name in ('last_step', 'memory_step'):
+      value = getattr(self.profiling, name)
+      require(value <= self.steps, f'{at}.profiling.{name}', value,
+              f'at most steps={self.steps}')  # fmt: skip
     rollout, train = self.rollout, self.train
     require(
         rollout.batch_size >= train.minibatches,
@@ -262,10 +329,14 @@ class Prepared:
   Attributes:
     settings: the resolved tree.
     model: the policy's shape, vocabulary and padding filled in.
+    source: what lies at `policy.path`, None if it is empty.
     tokenizer: reads and writes text.
-    tokenizer_model: bytes of its sentencepiece model.
+    chat: renders the messages of a chat; None if there is no template.
+    tokenizer_files: the tokenizer's files, by name in the folder of the run.
     train: problems to train on.
+    parts: which of them are of which source.
     evaluation: held-out problems.
+    left_out: number of problems left out, by split and reason.
     prompts: token ids of every problem's prompt, by problem id.
     demonstrations: (prompt ids, answer ids) of the warm start.
     sampling: how training answers are sampled.
@@ -274,10 +345,14 @@ class Prepared:
 
   settings: Experiment
   model: ModelConfig
+  source: Pretrained | None
   tokenizer: Tokenizer
-  tokenizer_model: bytes
+  chat: ChatTemplate | None
+  tokenizer_files: Mapping[str, bytes]
   train: tuple[Problem, ...]
+  parts: tuple[Part, ...]
   evaluation: tuple[Problem, ...]
+  left_out: Mapping[str, int]
   prompts: dict[str, tuple[int, ...]]
   demonstrations: tuple[tuple[list[int], list[int]], ...]
   sampling: SamplingParams
@@ -285,7 +360,7 @@ class Prepared:
 
   @property
   def max_running(self) -> int:
-    """Groups under way at once."""
+    """Groups whose answers are under way at once; see `Controller`."""
     rollout = self.settings.rollout
     if rollout.max_running:
       return rollout.max_running
@@ -303,26 +378,82 @@ def prepare(experiment: Experiment) -> Prepared:
   settings = config_lib.resolve(experiment)
   _check_output(settings)
   settings.reward.check('config.reward')
+  settings.evaluation.load_vote('config.evaluation')
   train, evaluation = _problems(settings)
-  tokenizer, tokenizer_model = _tokenizer(settings)
-  model = _model(settings, tokenizer)
-  prompts = {
-      problem.id: _prompt(settings, tokenizer, problem)
-      for problem in (*train, *evaluation)
-  }
+  opened = _tokenizer(settings)
+  tokenizer = opened.tokenizer
+  source = _pretrained(settings)
+  model = _model(settings, source, tokenizer)
+  prompts: dict[str, tuple[int, ...]] = {}
+  left_out = {}
+  for split, sources in (('train', train), ('eval', evaluation)):
+    left_out[f'{split}_bad_rows'] = len(sources.bad_rows)
+    left_out[f'{split}_too_long'] = _prompts(settings, opened, sources, prompts)
+  train, evaluation = (_with_prompt(s, prompts) for s in (train, evaluation))
+  _check_numbers(settings, train, evaluation, left_out)
   return Prepared(
       settings=settings,
       model=model,
+      source=source,
       tokenizer=tokenizer,
-      tokenizer_model=tokenizer_model,
-      train=train,
-      evaluation=evaluation,
+      chat=opened.chat,
+      tokenizer_files=opened.files,
+      train=train.problems,
+      parts=train.parts,
+      evaluation=evaluation.problems,
+      left_out=left_out,
       prompts=prompts,
       demonstrations=_demonstrations(settings, tokenizer),
       sampling=_sampling(settings, tokenizer, settings.rollout.temperature),
       evaluation_sampling=_sampling(
           settings, tokenizer, settings.evaluation.temperature
       ),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedPolicy:
+  """What a trained policy needs to answer, checked; no task is in it.
+
+  Attributes:
+    settings: the resolved tree.
+    model: the policy's shape.
+    source: what lies at `policy.path`.
+    tokenizer: reads and writes text.
+    sampling: how its answers are sampled.
+  """
+
+  settings: Experiment
+  model: ModelConfig
+  source: Pretrained
+  tokenizer: Tokenizer
+  sampling: SamplingParams
+
+
+def prepare_policy(
+    experiment: Experiment, temperature: float
+) -> PreparedPolicy:
+  """Resolves the settings and opens the policy that they name.
+
+  Raises:
+    ConfigError: anything in them that cannot work.
+  """
+  settings = config_lib.resolve(experiment)
+  for at, path, wanted in (
+      ('policy.path', settings.policy.path, 'the folder of a trained policy'),
+      ('tokenizer.path', settings.tokenizer.path, "that policy's tokenizer"),
+  ):
+    require(bool(path), f'config.{at}', path, wanted)
+  tokenizer = _tokenizer(settings).tokenizer
+  with named('config.tokenizer'):  # one prompt, to see that there can be any
+    render_prompt(tokenizer, '0', add_bos=settings.tokenizer.add_bos)
+  source = _pretrained(settings)
+  return PreparedPolicy(
+      settings=settings,
+      model=_model(settings, source, tokenizer),
+      source=source,
+      tokenizer=tokenizer,
+      sampling=_sampling(settings, tokenizer, temperature),
   )
 
 
@@ -339,45 +470,75 @@ def _check_output(settings: Experiment) -> None:
   )
 
 
-def _problems(
-    settings: Experiment,
-) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+def _problems(settings: Experiment) -> tuple[Sources, Sources]:
+  """The problems to train on and the held-out ones."""
   task = settings.task
   found = []
-  for split, count, file in (
-      ('train', task.train_problems, task.train_file),
-      ('eval', task.eval_problems, task.eval_file),
+  for split, count, file, sources in (
+      ('train', task.train_problems, task.train_file, task.train_sources),
+      ('eval', task.eval_problems, task.eval_file, task.eval_sources),
   ):
-    if file:
+    if sources:
+      found.append(read_sources(sources, f'config.task.{split}_sources'))
+    elif file:
       with named(f'config.task.{split}_file'):
-        found.append(problems_lib.read_jsonl(file))
+        found.append(read_source(SourceSettings(file)))
     else:
       with named('config.task.problems'):
-        found.append(
-            problems_lib.load_problems(
-                task.problems, split=split, count=count, seed=task.seed
-            )
+        problems = problems_lib.load_problems(
+            task.problems, split=split, count=count, seed=task.seed
         )
+      part = Part(problems[0].source, len(problems))
+      found.append(Sources(tuple(problems), (part,)))
   train, evaluation = found
-  problems_lib.require_batches(
-      train, settings.rollout.batch_size, 'config.task'
-  )
-  both = {p.id for p in train} & {p.id for p in evaluation}
+  both = {p.id for p in train.problems} & {p.id for p in evaluation.problems}
   require(
       not both,
-      'config.task.eval_file',
+      f'config.task.eval_{"sources" if task.eval_sources else "file"}',
       sorted(both)[:3],
       'no problem id that is trained on as well',
   )
-  return tuple(train), tuple(evaluation)
+  _check_numbers(settings, train, evaluation, {})
+  return train, evaluation
 
 
-def _tokenizer(settings: Experiment) -> tuple[Tokenizer, bytes]:
+def _check_numbers(
+    settings: Experiment,
+    train: Sources,
+    evaluation: Sources,
+    left_out: Mapping[str, int],
+) -> None:
+  """Refuses fewer problems than a batch, or none to evaluate on."""
+  less = ', '.join(f'{n} {name}' for name, n in left_out.items() if n)
+  at = f'config.task (less {less})' if less else 'config.task'
+  problems_lib.require_batches(
+      train.problems, settings.rollout.batch_size, at
+  )
+  held_out = len(evaluation.problems)
+  require(held_out >= 1, f'the number of held-out problems in {at}', held_out,
+          'at least 1')  # fmt: skip
+
+
+def _with_prompt(sources: Sources, prompts: Mapping[str, Any]) -> Sources:
+  """The problems whose prompts are there, and the parts that they make up."""
+  problems, parts = [], []
+  start = 0
+  for part in sources.parts:
+    of_part = sources.problems[start : start + part.size]
+    start += part.size
+    kept = [problem for problem in of_part if problem.id in prompts]
+    problems += kept
+    if kept:
+      parts.append(dataclasses.replace(part, size=len(kept)))
+  return Sources(tuple(problems), tuple(parts), sources.bad_rows)
+
+
+def _tokenizer(settings: Experiment) -> Opened:
   wanted = settings.tokenizer
+  chat = dict(template=wanted.chat_template, variables=wanted.chat_variables)
   if wanted.path:
     with named('config.tokenizer.path'):
-      tokenizer = SentencePieceTokenizer(wanted.path)
-    return tokenizer, pathlib.Path(wanted.path).read_bytes()
+      return open_tokenizer(wanted.path, **chat)
   texts = _call(settings.task.texts, 'config.task.texts')
   with tempfile.TemporaryDirectory() as folder, named('config.tokenizer'):
     path = train_sentencepiece(
@@ -386,7 +547,7 @@ def _tokenizer(settings: Experiment) -> tuple[Tokenizer, bytes]:
         kind=wanted.kind,
         vocab_size=wanted.vocab_size or None,
     )
-    return SentencePieceTokenizer(path), path.read_bytes()
+    return open_tokenizer(path, **chat)
 
 
 def _call(spec: str, at: str, *arguments: Any) -> Any:
@@ -401,23 +562,15 @@ def _call(spec: str, at: str, *arguments: Any) -> Any:
   return function(*arguments)
 
 
-def _model(settings: Experiment, tokenizer: Tokenizer) -> ModelConfig:
+def _model(
+    settings: Experiment, source: Pretrained | None, tokenizer: Tokenizer
+) -> ModelConfig:
   """The policy's shape: from its folder or from the settings."""
   policy = settings.policy
   model = policy.model
-  if policy.path:
-    file = pathlib.Path(policy.path) / 'config.json'
-    require(file.is_file(), 'config.policy.path', policy.path,
-            'a Hugging Face folder with a config.json')  # fmt: skip
-    try:
-      published = json.loads(file.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-      raise ConfigError(f'{file} is not JSON: {error}') from error
-    right = isinstance(published, dict)
-    require(right, str(file), published, 'a JSON object')
-    hf.check_hf(policy.path)
+  if source is not None and policy.load == 'all':
     model = dataclasses.replace(
-        config_from_hf(published, str(file)),
+        source.shape(),
         layer_loop=model.layer_loop,
         compute_dtype=model.compute_dtype,
         remat=model.remat,
@@ -448,6 +601,36 @@ def _model(settings: Experiment, tokenizer: Tokenizer) -> ModelConfig:
   return model
 
 
+def _pretrained(settings: Experiment) -> Pretrained | None:
+  """What lies at `policy.path`; None where it is empty."""
+  path = settings.policy.path
+  return pretrained.find(path, 'config.policy.path') if path else None
+
+
+def initial_params(
+    prepared: Prepared | PreparedPolicy, mesh: jax.sharding.Mesh, rules: Rules
+) -> tuple[Any, tuple[str, ...]]:
+  """The policy that the settings name, on a mesh.
+
+  Returns:
+    Its parameters, and the names of those that `policy.load` 'matching' left at
+    their initial values.
+
+  Raises:
+    ConfigError: the policy at `policy.path` is not what it was, or nothing of
+      it matches.
+  """
+  settings, model = prepared.settings, prepared.model
+  source = prepared.source
+  if source is not None and settings.policy.load == 'all':
+    return source.load(model, mesh, rules), ()
+  params = transformer.init_params(model, settings.seed, mesh, rules)
+  if source is None:
+    return params, ()
+  with named('config.policy.path'):
+    return source.load_matching(model, params)
+
+
 def _check_division(model: ModelConfig, settings: Experiment) -> None:
   """Refuses a mesh over which the policy does not divide."""
   mesh = settings.mesh
@@ -466,21 +649,38 @@ def _check_division(model: ModelConfig, settings: Experiment) -> None:
       )
 
 
-def _prompt(
-    settings: Experiment, tokenizer: Tokenizer, problem: Problem
-) -> tuple[int, ...]:
-  with named(f'the prompt of problem {problem.id!r}'):
-    ids = render_prompt(
-        tokenizer, problem.prompt, add_bos=settings.tokenizer.add_bos
-    )
+def _prompts(
+    settings: Experiment,
+    opened: Opened,
+    sources: Sources,
+    prompts: dict[str, tuple[int, ...]],
+) -> int:
+  """Adds the ids of each prompt that is no longer than the engine takes.
+
+  Returns the number of the others.
+  """
   limit = settings.rollout.engine.max_prompt_length
-  require(
-      len(ids) <= limit,
-      f'the prompt of problem {problem.id!r}',
-      f'{len(ids)} tokens',
-      f'at most config.rollout.engine.max_prompt_length={limit}',
-  )
-  return tuple(ids)
+  too_long = 0
+  for problem in sources.problems:
+    with named(f'the prompt of problem {problem.id!r}'):
+      ids = render_prompt(
+          opened.tokenizer,
+          problem.prompt,
+          add_bos=settings.tokenizer.add_bos,
+          chat=opened.chat,
+      )
+    if len(ids) <= limit:
+      prompts[problem.id] = tuple(ids)
+      continue
+    too_long += 1
+    require(
+        settings.task.too_long == 'drop',
+        f'the prompt of problem {problem.id!r}',
+        f'{len(ids)} tokens',
+        f'at most config.rollout.engine.max_prompt_length={limit}, or'
+        " config.task.too_long='drop'",
+    )
+  return too_long
 
 
 def _demonstrations(

@@ -18,37 +18,56 @@ happens on new weights in `rollout/loop.py`.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-import os
+import functools
+import json
 import pathlib
 import random
+import sys
 import threading
 import time
 from typing import Any, Sequence
 
-import jax
 import numpy as np
 
 from areal_jax import config as config_lib
+from areal_jax import resume
 from areal_jax.buffer import GroupBuffer
-from areal_jax.cluster.local import AsyncThread, Rollout, build_rollout
+from areal_jax.cluster.evaluations import Evaluations
+from areal_jax.cluster.local import (
+    AsyncThread,
+    Rollout,
+    build_evaluator,
+    build_rollout,
+    pinned_weights,
+    require_memory,
+)
 from areal_jax.data.stream import ProblemStream
-from areal_jax.experiment import Experiment, Prepared, prepare
+from areal_jax.experiment import (
+    Experiment,
+    Prepared,
+    initial_params,
+    prepare,
+)
 from areal_jax.ledger import Ledger
 from areal_jax.mesh.rules import Rules
-from areal_jax.mesh.slices import Slices, cut, devices_needed
+from areal_jax.mesh.slices import Slices, cut, machine_devices
 from areal_jax.models import hf, transformer
+from areal_jax.resume import Carried, Start
 from areal_jax.rewards.scorer import Scorer
-from areal_jax.rollout.controller import Controller
-from areal_jax.rollout.evaluation import Evaluation, evaluate
+from areal_jax.rollout.controller import Controller, Snapshot
+from areal_jax.rollout.evaluation import Evaluation, table_text
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry import plots, run_folder, trace
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.metrics import MetricWriter
+from areal_jax.telemetry.profiling import Profiler
 from areal_jax.telemetry.progress import Progress
-from areal_jax.telemetry.samples import SampleWriter
+from areal_jax.telemetry.samples import LimitedLog, SampleWriter
+from areal_jax.train import checkpoint, pretrained
 from areal_jax.train.supervised import supervised_warm_start
 from areal_jax.train.trainer import Trainer
 from areal_jax.types import (
@@ -56,13 +75,9 @@ from areal_jax.types import (
     Group,
     Problem,
     RewardResult,
-    SamplingParams,
     Trajectory,
 )
-
-TOKENIZER = 'tokenizer.model'
-WARM_START = 'warm_start'  # the policy that reinforcement learning starts from
-POLICY = 'policy'  # the trained policy, in the Hugging Face layout
+from areal_jax.weights import Handle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +86,19 @@ class Result:
 
   folder: pathlib.Path
   summary: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+  """The run as it was when a version was published, groups and log alike.
+
+  Attributes:
+    snapshot: of the controller.
+    events: bytes of events.jsonl that speak of no later time.
+  """
+
+  snapshot: Snapshot
+  events: int
 
 
 def run(experiment: Experiment) -> Result:
@@ -83,53 +111,75 @@ def run(experiment: Experiment) -> Result:
   started = time.monotonic()
   prepared = prepare(experiment)
   settings = prepared.settings
-  slices = cut(_devices(settings), settings.mesh)
+  start, carried = _start(prepared)
+  summary = _ended(start, settings)
+  if summary is not None:
+    return summary
+  slices = cut(machine_devices(settings.mesh), settings.mesh)
   rules = Rules()
   with contextlib.ExitStack() as stack:
-    params = _first_params(prepared, slices, rules)
-    folder = run_folder.new_run_folder(settings.output, settings.name)
-    session = stack.enter_context(
-        Session(prepared, slices, rules, folder, started)
+    params, left = _first_params(prepared, start, slices, rules)
+    require_memory(
+        prepared.model,
+        settings.rollout.engine,
+        slices,
+        rules,
+        dtype=settings.rollout.dtype,
+        pins=settings.evaluation.every > 0,
     )
+    folder = start.folder
+    if folder is None:
+      folder = run_folder.new_run_folder(settings.output, settings.name)
+    session = stack.enter_context(
+        Session(prepared, slices, rules, folder, started, start, carried)
+    )
+    session.tell_start(left)
     return Result(folder, session.run(params))
 
 
-def _devices(settings: Experiment) -> Sequence[jax.Device]:
-  """The machine's devices; on a CPU, as many pretended ones as are needed.
-
-  Has an effect only before jax starts: a process that has started it already
-  (a notebook, a test) keeps its devices, and so does one with real ones.
-  """
-  mesh = settings.mesh
-  if max(mesh.train.devices, mesh.rollout.tensor) > 1:
-    # Two slices that dispatch collectives side by side on a CPU deadlock in a
-    # thread pool of the size that two cores give. Without collectives the
-    # larger pool only costs: 1.6 times the time of a small train step.
-    os.environ.setdefault('NPROC', str(max(16, 4 * devices_needed(mesh))))
-  forced = 'xla_force_host_platform_device_count'
-  if forced not in os.environ.get('XLA_FLAGS', ''):
-    with contextlib.suppress(RuntimeError):
-      jax.config.update('jax_num_cpu_devices', devices_needed(mesh))
-  return jax.devices()
-
-
-def _first_params(prepared: Prepared, slices: Slices, rules: Rules) -> Any:
-  """The policy's weights as loaded or drawn, on the train mesh."""
-  settings, model = prepared.settings, prepared.model
-  if not settings.policy.path:
-    return transformer.init_params(model, settings.seed, slices.train, rules)
-  _, params = hf.load_hf(
-      settings.policy.path,
-      slices.train,
-      rules,
-      overrides={
-          'vocab_multiple': model.vocab_multiple,
-          'layer_loop': model.layer_loop,
-          'compute_dtype': model.compute_dtype,
-          'remat': model.remat,
-      },
+def _start(prepared: Prepared) -> tuple[Start, Carried | None]:
+  """Where the run begins, and what it carries on, checked."""
+  settings = prepared.settings
+  start = resume.find(
+      settings.resume,
+      settings.output,
+      settings.name,
+      settings.checkpoint.folder,
   )
-  return params
+  if start.saved is None:
+    return start, None
+  carried = resume.read(start.saved)
+  resume.require_same(
+      start.saved,
+      carried,
+      seed=settings.seed,
+      policy=pretrained.shape_part(prepared.model),
+      tokenizer=prepared.tokenizer_files,
+      reference=settings.train.loss.kl_coefficient > 0,
+  )
+  return start, carried
+
+
+def _ended(start: Start, settings: Experiment) -> Result | None:
+  """The result of a run that needs no step more; None if there is work."""
+  if start.saved is None or start.folder is None:
+    return None
+  file = start.folder / run_folder.SUMMARY
+  if start.saved.step < settings.steps or not file.is_file():
+    return None
+  print(f'{start.folder} has ended at step {start.saved.step}', file=sys.stderr)
+  return Result(start.folder, json.loads(file.read_text()))
+
+
+def _first_params(
+    prepared: Prepared, start: Start, slices: Slices, rules: Rules
+) -> tuple[Any, tuple[str, ...]]:
+  """The policy's weights as loaded or drawn, and which of them were not."""
+  if start.saved is None:
+    return initial_params(prepared, slices.train, rules)
+  # The checkpoint's take their place.
+  seed, model = prepared.settings.seed, prepared.model
+  return transformer.init_params(model, seed, slices.train, rules), ()
 
 
 class Session:
@@ -141,6 +191,11 @@ class Session:
     rules: logical to mesh axes.
     folder: where everything is written.
     started: monotonic second at which the run began.
+    start: where it begins.
+    carried: what it carries on from there; None from the beginning.
+
+  Raises:
+    ConfigError: the checkpoint is of other problems.
   """
 
   def __init__(
@@ -150,6 +205,8 @@ class Session:
       rules: Rules,
       folder: pathlib.Path,
       started: float,
+      start: Start,
+      carried: Carried | None,
   ):
     settings = prepared.settings
     self._prepared = prepared
@@ -158,10 +215,18 @@ class Session:
     self._rules = rules
     self._folder = folder
     self._started = started
+    self._start = start
+    self._carried = carried
+    self._evaluating: int | None = None  # version
     self._stack = contextlib.ExitStack()
     self._compilations = CompilationCounter()
     self._progress = Progress(settings.steps)
     self._shuffle = random.Random(settings.seed)
+    self._draws = ProblemStream(
+        prepared.train, seed=settings.seed, parts=prepared.parts
+    )
+    if carried is not None:
+      self._draws.restore(carried.snapshot.data)
     # Slices that share devices take turns: two programs with collectives that
     # reach the devices in different orders would wait for each other for ever.
     self._turns = threading.Lock() if settings.mesh.colocated else None
@@ -177,29 +242,58 @@ class Session:
 
   def _open(self, stack: contextlib.ExitStack) -> None:
     settings, folder = self._settings, self._folder
+    carried = self._carried
+    self._short_logs = resume.open_folder(folder, self._start, carried)
     run_folder.write_json(
         folder / run_folder.CONFIG, config_lib.to_dict(settings)
     )
-    (folder / TOKENIZER).write_bytes(self._prepared.tokenizer_model)
+    for name, content in self._prepared.tokenizer_files.items():
+      (folder / name).parent.mkdir(exist_ok=True)
+      (folder / name).write_bytes(content)
     stack.callback(self._progress.close)
     self._compilations.install()
     stack.callback(self._compilations.uninstall)
-    self._events = stack.enter_context(EventLog(folder / run_folder.EVENTS))
-    self._metrics = MetricWriter(folder)
+    self._events = stack.enter_context(
+        EventLog(
+            folder / run_folder.EVENTS,
+            limit_bytes=settings.event_bytes,
+            attempt=0 if carried is None else carried.attempt + 1,
+        )
+    )
+    self._metrics = MetricWriter(
+        folder, after=None if carried is None else carried.version
+    )
     stack.callback(self._metrics.close)
     self._samples = SampleWriter(
         folder / run_folder.SAMPLES, settings.sample_bytes
     )
     stack.callback(self._samples.close)
+    self._answers = LimitedLog(
+        folder / run_folder.EVALUATIONS, settings.sample_bytes
+    )
+    stack.callback(self._answers.close)
+    self._profiler = stack.enter_context(
+        Profiler(
+            folder / run_folder.PROFILE, settings.profiling, self._progress.note
+        )
+    )
+    self._keeper = self._build_keeper()
+    stack.callback(self._keeper.close)
     reward = settings.reward
     self._scorer = Scorer(reward.function, reward.workers, reward.timeout_s)
-    stack.callback(self._scorer.close)
-    self._scorer.start()
+    # Another one for evaluation: training never queues behind its answers.
+    self._judge = Scorer(reward.function, reward.workers, reward.timeout_s)
+    for scorer in (self._scorer, self._judge):
+      stack.callback(scorer.close)
+      scorer.start()
     # Ended in the opposite order: engines before the event loop they answer.
     self._async = AsyncThread('controller')
     stack.callback(self._async.stop)
     self._rollout = self._build_rollout()
     stack.callback(self._rollout.stop)
+    self._evaluator = build_evaluator(self._rollout, self._events)
+    stack.callback(self._evaluator.stop)
+    self._evaluations = self._build_evaluations()
 
   def _build_rollout(self) -> Rollout:
     rollout = self._settings.rollout
@@ -214,11 +308,75 @@ class Session:
         dtype=rollout.dtype or None,
     )
 
+  def _build_keeper(self) -> resume.Keeper:
+    settings = self._settings.checkpoint
+    start = self._start
+    in_place = start.folder is not None and start.saved is not None
+    return resume.Keeper(
+        resume.folder_of(self._folder, settings.folder),
+        settings,
+        self._settings.steps,
+        resume.Fixed(
+            config_lib.to_dict(self._settings),
+            pretrained.shape_part(self._prepared.model),
+            self._prepared.tokenizer_files,
+            self._slices,
+        ),
+        events=self._events,
+        note=self._progress.note,
+        start=start.saved.step if in_place else None,
+    )
+
+  def _build_evaluations(self) -> Evaluations:
+    prepared, settings = self._prepared, self._settings
+    return Evaluations(
+        self._evaluator,
+        self._async,
+        settings=settings.evaluation,
+        problems=prepared.evaluation,
+        sampling=prepared.evaluation_sampling,
+        render=self._render,
+        decode=self._decode,
+        score=functools.partial(self._score, self._judge, 'evaluate'),
+        vote=settings.evaluation.load_vote('config.evaluation'),
+        events=self._events,
+        done=self._record_evaluation,
+        wait_s=settings.rollout.wait_s,
+    )
+
   # The walk.
+
+  def tell_start(self, left: Sequence[str]) -> None:
+    """Says what a reader of the run's output should know of its start.
+
+    Args:
+      left: parameters that the policy's path did not have.
+    """
+    note, saved = self._progress.note, self._start.saved
+    for refused in self._start.refused:
+      note(refused)
+    if left:
+      note(f'left at their initial values: {", ".join(left)}')
+    if saved is None:
+      return
+    snapshot = self._carried.snapshot
+    note(
+        f'goes on from checkpoint {saved.path}: {len(snapshot.ready)} groups'
+        f' ready, {len(snapshot.running)} generated again'
+    )
+    settings = config_lib.to_dict(self._settings)
+    for change in resume.changed_settings(saved, settings):
+      note(f'  other than before: {change}')
+    for name in self._short_logs:
+      note(f'  {name} is shorter than the checkpoint says')
+    lost = self._carried.evaluation['running']
+    if lost not in (None, saved.version):
+      note(f'  the evaluation of version {lost} is lost: its weights are gone')
 
   def run(self, params: Any) -> dict[str, Any]:
     """Warm start, evaluation, training, evaluation; returns the summary."""
-    params = self._warm_start(params)
+    if self._carried is None:
+      params = self._warm_start(params)
     trainer = Trainer(
         self._prepared.model,
         self._settings.train,
@@ -226,21 +384,95 @@ class Session:
         self._rules,
         params,
     )
-    self._warm_up(trainer)
-    before = self._evaluate(trainer)
+    if self._carried is not None:
+      self._restore(trainer)
+    handle = self._warm_up(trainer)
+    self._before = self._evaluate_before(trainer.version)
     self._compilations.mark_warm()
+    for loop in self._rollout.loops:
+      loop.start()
+    handle.wait(60)
     controller = self._controller()
     book = Book(time.monotonic(), self._rollout)
+    if self._carried is not None:
+      controller.restore(self._carried.snapshot)  # its loop is idle
+      book.restore(self._carried.sums['book'])
+      if self._carried.evaluation['running'] == trainer.version:
+        self._evaluate_beside(trainer.version)
     self._async.call(controller.start)
     try:
-      for _ in range(self._settings.steps):
-        self._step(trainer, controller, book)
+      while trainer.version < self._settings.steps:
+        with self._profiler.step(trainer.version + 1):
+          cut, metrics = self._step(trainer, controller, book)
+        self._evaluate_if_due(trainer.version)
+        if cut is not None:
+          self._save(trainer, cut, metrics, book)
+        self._keeper.look()
     finally:
       book.stop()
       self._async.run(controller.stop(), timeout_s=60)
-    after = self._evaluate(trainer)
-    hf.save_hf(self._folder / POLICY, self._prepared.model, trainer.params)
-    return self._finish(controller, book, before, after)
+    self._rollout.stop()
+    self._evaluations.wait()
+    after = self._evaluate(trainer.version)
+    policy = self._folder / run_folder.POLICY
+    hf.save_hf(policy, self._prepared.model, trainer.params)
+    self._keeper.finish()
+    self._export_best()
+    return self._finish(controller, book, after)
+
+  def _restore(self, trainer: Trainer) -> None:
+    """Puts everything but the controller where the checkpoint left it."""
+    saved, carried = self._start.saved, self._carried
+    axes = pretrained.vocabulary_axes(self._prepared.model)
+    with self._events.span('restore', 'checkpoint', version=saved.version):
+      trainer.restore(
+          lambda like: checkpoint.restore_state(saved, like, axes)
+      )
+    self._shuffle.setstate(carried.shuffle)
+    self._scorer.counts.update(carried.sums['rewards'])
+
+  def _save(
+      self,
+      trainer: Trainer,
+      cut: Cut,
+      metrics: dict[str, float],
+      book: Book,
+  ) -> None:
+    """Saves the version that was published last."""
+    carried = Carried(
+        snapshot=cut.snapshot,
+        shuffle=self._shuffle.getstate(),
+        seed=self._settings.seed,
+        attempt=0 if self._carried is None else self._carried.attempt + 1,
+        evaluation={
+            'before': self._before,
+            'running': self._evaluating,
+            'skipped': self._evaluations.skipped,
+        },
+        logs={
+            run_folder.METRICS: self._metrics.offset(),
+            run_folder.EVENTS: cut.events,
+            run_folder.SAMPLES: self._samples.offset(),
+            run_folder.EVALUATIONS: self._answers.offset(),
+        },
+        sums={
+            'book': book.state(),
+            'rewards': dict(self._scorer.counts),
+            'seconds': self._seconds,
+        },
+    )
+    self._keeper.save(trainer.version, trainer.state, carried, metrics)
+
+  def _export_best(self) -> None:
+    best, metric = self._keeper.best(), self._settings.checkpoint.keep_best
+    if metric and best is None:
+      self._progress.note(f'no checkpoint has a value of {metric!r}')
+    if best is not None:
+      model = self._prepared.model
+      source = pretrained.Pretrained(None, best)
+      params = source.load(model, self._slices.train, self._rules)
+      hf.save_hf(self._folder / run_folder.BEST, model, params)
+      self._progress.note(f'best: checkpoint {best.path}')
 
   def _warm_start(self, params: Any) -> Any:
     settings, prepared = self._settings, self._prepared
@@ -261,23 +493,29 @@ class Session:
           self._rules,
           report,
       )
-    hf.save_hf(self._folder / WARM_START, prepared.model, params)
+    hf.save_hf(self._folder / run_folder.WARM_START, prepared.model, params)
     return params
 
-  def _warm_up(self, trainer: Trainer) -> None:
-    """Compiles everything, starts the engines and hands them version 0."""
+  def _warm_up(self, trainer: Trainer) -> Handle:
+    """Compiles everything; publishes to engines that are still to start."""
     with self._events.span('compile', 'train'):
       trainer.warm_up()
-      handle = self._rollout.publisher.publish(0, trainer.params)
+      handle = self._rollout.publisher.publish(trainer.version, trainer.params)
       _, weights = self._rollout.publisher.latest()
       for loop in self._rollout.loops:
         loop.engine.warm_up(weights[f'engine/{loop.name}'])
-    for loop in self._rollout.loops:
-      loop.start()
-    handle.wait(60)
+    self._evaluator.start()
+    return handle
 
-  def _step(self, trainer: Trainer, controller: Controller, book: Book) -> None:
-    """Waits for B groups, trains on them, publishes the next version."""
+  def _step(
+      self, trainer: Trainer, controller: Controller, book: Book
+  ) -> tuple[Cut | None, dict[str, float]]:
+    """Waits for B groups, trains on them, publishes the next version.
+
+    Returns:
+      The cut at that version, if it is to be saved, and what training knows of
+      the step.
+    """
     start = time.monotonic()
     version = trainer.version
     with self._events.span('wait', 'train', version=version):
@@ -285,7 +523,7 @@ class Session:
           controller.next_batch(self._settings.rollout.batch_size),
           timeout_s=self._settings.rollout.wait_s,
           explain=controller.explain,
-          check=self._rollout.check,
+          check=self._check,
       )
     book.waited += time.monotonic() - start
     if self._settings.shuffle_rewards:
@@ -294,86 +532,122 @@ class Session:
       with self._events.span('step', 'train', version=version) as fields:
         values = trainer.step(groups)
         fields['staleness'] = values['staleness_mean']
+        fields['tokens'] = values['trained_tokens']
       self._rollout.publisher.publish(trainer.version, trainer.params)
-    self._async.call(controller.published, trainer.version)
+    due = self._keeper.due(trainer.version)
+    cut = self._async.call(self._published, controller, trainer.version, due)
     self._record(trainer.version, groups, values, controller, book,
                  time.monotonic() - start)  # fmt: skip
+    return cut, values
 
-  def _evaluate(self, trainer: Trainer) -> Evaluation:
-    """Accuracy of the version published last, while nothing is trained."""
-    workflow = self._workflow(self._prepared.evaluation_sampling)
-    version = trainer.version
-    with self._events.span('evaluate', 'evaluate', version=version) as fields:
-      result = self._async.run(
-          evaluate(
-              self._prepared.evaluation,
-              workflow,
-              self._settings.evaluation,
-              version,
-          ),
-          timeout_s=self._settings.rollout.wait_s,
-          check=self._rollout.check,
-      )
-      fields['accuracy'] = result.accuracy
-    if set(result.versions) - {version}:
-      raise RuntimeError(
-          f'evaluation of version {version} was answered by versions'
-          f' {result.versions}'
-      )
-    self._metrics.write(version, version, {'eval_accuracy': result.accuracy})
-    self._progress.note(
-        f'evaluation at version {version}: accuracy {result.accuracy:.3f},'
-        f' mean score {result.score_mean:.3f} ± {result.standard_error:.3f}'
-        f' over {result.problems} problems'
-    )
+  def _published(
+      self, controller: Controller, version: int, look: bool
+  ) -> Cut | None:
+    """Makes room; looks at everything before anybody takes it, if asked."""
+    controller.published(version)
+    if not look:
+      return None
+    return Cut(controller.snapshot(), self._events.offset())
+
+  def _check(self) -> None:
+    """Raises what ended an engine or an evaluation, if one has ended so."""
+    self._rollout.check()
+    self._evaluations.check()
+
+  def _evaluate(self, version: int) -> Evaluation:
+    """Evaluates the version published last and waits for the result."""
+    self._evaluations.start(version, pinned_weights(self._rollout, version))
+    result = self._evaluations.wait()
     self._show(result)
     return result
 
+  def _evaluate_before(self, version: int) -> dict[str, Any]:
+    """Evaluates version 0, or remembers what an earlier attempt found."""
+    if self._carried is not None:
+      self._evaluations.skipped = self._carried.evaluation['skipped']
+      return self._carried.evaluation['before']
+    return self._evaluate(version).to_dict()
+
+  def _evaluate_if_due(self, version: int) -> None:
+    """Starts an evaluation beside training; the last version has its own."""
+    self._evaluations.look()
+    every = self._settings.evaluation.every
+    if every and version % every == 0 and version != self._settings.steps:
+      self._evaluate_beside(version)
+
+  def _evaluate_beside(self, version: int) -> None:
+    weights = pinned_weights(self._rollout, version)
+    if self._evaluations.start(version, weights):
+      self._evaluating = version
+    else:
+      self._progress.note(
+          f'evaluation at version {version} skipped: another one still runs'
+      )
+
+  def _record_evaluation(self, result: Evaluation) -> None:
+    version, whole = result.version, result.whole
+    self._evaluating = None
+    self._metrics.write(version, version, result.metrics())
+    self._keeper.rate(version, result.metrics())
+    for row in result.rows():
+      self._answers.append(row)
+    self._answers.flush()
+    self._progress.note(
+        f'evaluation at version {version}: accuracy {whole.accuracy:.3f} ±'
+        f' {whole.standard_error:.3f}, mean score {whole.score_mean:.3f} over'
+        f' {whole.problems} problems'
+    )
+    if len(result.by_source) > 1 or whole.pass_at or whole.failed:
+      self._progress.note(table_text(result))
+
   def _show(self, result: Evaluation) -> None:
     """Prints some answers, spread evenly over the problems."""
-    count = min(self._settings.evaluation.show, len(result.trajectories))
-    places = np.linspace(0, len(result.trajectories) - 1, count, dtype=int)
+    count = min(self._settings.evaluation.show, len(result.answers))
+    places = np.linspace(0, len(result.answers) - 1, count, dtype=int)
     for place in places:
-      trajectory = result.trajectories[place]
-      problem = self._prepared.evaluation[trajectory.draw_index]
-      text = self._text(trajectory)
-      self._progress.note(
-          f'  {problem.prompt!r} -> {text!r} ({trajectory.reward.score:g})'
-      )
+      answer = result.answers[place]
+      problem = self._prepared.evaluation[answer.draw_index]
+      score = answer.status.value if answer.score is None else answer.score
+      self._progress.note(f'  {problem.prompt!r} -> {answer.text!r} ({score})')
 
   # Its parts.
 
-  def _workflow(self, sampling: SamplingParams) -> SingleTurn:
-    tokenizer = self._prepared.tokenizer
+  def _workflow(self) -> SingleTurn:
     return SingleTurn(
         client=self._rollout.client,
         render=self._render,
-        decode=lambda ids: tokenizer.decode(ids.tolist()),
-        score=self._score,
-        sampling=sampling,
+        decode=self._decode,
+        score=functools.partial(self._score, self._scorer, 'reward'),
+        sampling=self._prepared.sampling,
         clock=time.monotonic,
     )
 
   def _render(self, problem: Problem) -> tuple[int, ...]:
     return self._prepared.prompts[problem.id]
 
-  async def _score(self, draw: Draw, text: str) -> RewardResult:
+  def _decode(self, ids: np.ndarray) -> str:
+    return self._prepared.tokenizer.decode(ids.tolist())
+
+  async def _score(
+      self, scorer: Scorer, lane: str, draw: Draw, text: str
+  ) -> RewardResult:
     with self._events.span(
-        'reward', 'reward', draw_index=draw.draw_index
+        'reward', lane, draw_index=draw.draw_index
     ) as fields:
-      result = await self._scorer(draw.problem, text)
+      result = await scorer(draw.problem, text)
       fields['status'] = result.status.value
     return result
 
   def _controller(self) -> Controller:
     rollout = self._settings.rollout
     return Controller(
-        draws=ProblemStream(self._prepared.train, seed=self._settings.seed),
-        workflow=self._workflow(self._prepared.sampling),
+        draws=self._draws,
+        workflow=self._workflow(),
         ledger=Ledger(rollout.batch_size, rollout.eta),
         buffer=GroupBuffer(rollout.staleness, rollout.eta),
         group_size=rollout.group_size,
         max_running=self._prepared.max_running,
+        max_ready=rollout.max_ready,
         clock=time.monotonic,
         observe=lambda kind, draw_index, **fields: self._events.instant(
             kind, 'data', draw_index=draw_index, **fields
@@ -413,7 +687,7 @@ class Session:
         'recompiles': self._compilations.since_warm,
         **rates,
     }
-    stalls = self._events.durations('swap')[1:]  # the first one starts the run
+    stalls = self._swap_stalls()
     if stalls:
       rows['swap_stall_ms'] = 1000 * stalls[-1]
     self._metrics.write(version, version, rows)
@@ -427,6 +701,14 @@ class Session:
         trained_tokens_per_s=rates['trained_tokens_per_s'],
     )
 
+  def _swap_stalls(self) -> list[float]:
+    """Seconds that swaps kept replicas still; the first one starts each."""
+    return [
+        seconds
+        for loop in self._rollout.loops
+        for seconds in self._events.durations('swap', f'swap/{loop.name}')[1:]
+    ]
+
   def _write_samples(self, step: int, groups: Sequence[Group]) -> None:
     for group in groups:
       for trajectory in group.trajectories:
@@ -435,6 +717,7 @@ class Session:
             prompt=str(group.draw.problem.prompt),
             completion=self._text(trajectory),
             reward=trajectory.reward.score,
+            ids=trajectory.ids[sampled],
             versions=trajectory.versions[sampled],
             logps=trajectory.logps[sampled],
             step=step,
@@ -444,36 +727,47 @@ class Session:
         )
     self._samples.flush()
 
+  @property
+  def _seconds(self) -> float:
+    """Seconds of the run so far, those of earlier attempts included."""
+    earlier = self._carried.sums['seconds'] if self._carried else 0.0
+    return earlier + time.monotonic() - self._started
+
   def _text(self, trajectory: Trajectory) -> str:
     """What was sampled, special tokens left out."""
-    sampled = trajectory.ids[trajectory.loss_mask > 0]
-    return self._prepared.tokenizer.decode(sampled.tolist())
+    return self._decode(trajectory.ids[trajectory.loss_mask > 0])
 
   def _finish(
       self,
       controller: Controller,
       book: Book,
-      before: Evaluation,
       after: Evaluation,
   ) -> dict[str, Any]:
-    ledger = controller.ledger
-    stalls = self._events.durations('swap')[1:]
+    ledger, before = controller.ledger, self._before
+    stalls = self._swap_stalls()
     summary = {
         'name': self._settings.name,
-        'eval_before': before.accuracy,
-        'eval_after': after.accuracy,
-        'eval_score_before': before.score_mean,
-        'eval_score_after': after.score_mean,
-        'eval_standard_error': after.standard_error,
-        'wall_s': time.monotonic() - self._started,
+        'eval_before': before['accuracy'],
+        'eval_after': after.whole.accuracy,
+        'eval_score_before': before['score_mean'],
+        'eval_score_after': after.whole.score_mean,
+        'eval_standard_error': after.whole.standard_error,
+        'evaluation': after.to_dict(),
+        'evaluations_skipped': self._evaluations.skipped,
+        'wall_s': self._seconds,
+        'attempt': 0 if self._carried is None else self._carried.attempt + 1,
+        **self._keeper.counts(),
         'train_wall_s': book.seconds,
         'steps': self._settings.steps,
         'eta': self._settings.rollout.eta,
         'drawn': ledger.drawn,
         'trained': ledger.trained,
         'dropped': sum(ledger.dropped.values()),
+        'left_out': dict(self._prepared.left_out),
         'dropped_by_reason': {r.value: n for r, n in ledger.dropped.items()},
         'in_flight': ledger.outstanding,
+        'ready_pauses': controller.ready_pauses,
+        'events_lost': self._events.lost,
         'failed_members': controller.failed_members,
         'rewards': dict(self._scorer.counts),
         **book.summary(),
@@ -489,7 +783,7 @@ class Session:
     plots.plot_folder(folder)
     run_folder.write_json(folder / run_folder.SUMMARY, summary)
     self._progress.note(
-        f'accuracy {before.accuracy:.3f} -> {after.accuracy:.3f} in'
+        f'accuracy {before["accuracy"]:.3f} -> {after.whole.accuracy:.3f} in'
         f' {summary["wall_s"]:.0f} s; see {folder}'
     )
     return summary
@@ -511,13 +805,46 @@ class Book:
     self._tokens_before = rollout.tokens
     self._idle_before = rollout.idle_seconds
     self._at_end = (0, 0.0)
-    self._trained_tokens = 0.0
-    self._steps: list[dict[str, float]] = []
+    self._sums: collections.Counter[str] = collections.Counter()
+    self._most: dict[str, float] = {}
+    self._skipped = 0.0
 
   def add(self, values: dict[str, float]) -> None:
     """Takes in the metrics of one step."""
-    self._trained_tokens += values['trained_tokens']
-    self._steps.append(values)
+    tokens = values['trained_tokens']
+    self._sums['steps'] += 1
+    self._sums['trained_tokens'] += tokens
+    self._sums['mixed_version'] += values['mixed_version_fraction']
+    if 'staleness_mean' in values:
+      self._sums['staleness'] += tokens * values['staleness_mean']
+    for name in ('staleness_max', 'head_staleness_max',
+                 'logprob_gap_fresh_max'):  # fmt: skip
+      if name in values:
+        self._most[name] = max(values[name], self._most.get(name, 0.0))
+    self._skipped = values['skipped_steps']
+
+  def state(self) -> dict[str, Any]:
+    """What `restore` needs, as JSON."""
+    tokens, idle = self._rollout_so_far()
+    return {
+        'seconds': self.seconds,
+        'waited': self.waited,
+        'rollout_tokens': tokens,
+        'rollout_idle': idle,
+        'sums': dict(self._sums),
+        'most': self._most,
+        'skipped': self._skipped,
+    }
+
+  def restore(self, state: dict[str, Any]) -> None:
+    """Counts an earlier attempt in; before the first step of this one."""
+    self._start -= state['seconds']
+    self.waited += state['waited']
+    self._tokens_before -= state['rollout_tokens']
+    self._idle_before -= state['rollout_idle']
+    self._sums.update(state['sums'])
+    self._most.update(state['most'])
+    self._skipped = state['skipped']
 
   def stop(self) -> None:
     """Training has ended; later tokens and seconds are not its own."""
@@ -543,7 +870,7 @@ class Book:
     seconds = self.seconds
     return {
         'rollout_tokens_per_s': tokens / seconds,
-        'trained_tokens_per_s': self._trained_tokens / seconds,
+        'trained_tokens_per_s': self._sums['trained_tokens'] / seconds,
         'rollout_idle_fraction': idle / (seconds * len(self._rollout.loops)),
         'train_idle_fraction': self.waited / seconds,
     }
@@ -554,25 +881,14 @@ class Book:
     `engine_trainer_logprob_gap_max` is over tokens of staleness 0 and None if
     no such token was trained.
     """
-    weights = [s['trained_tokens'] for s in self._steps]
-    gaps = [
-        s['logprob_gap_fresh_max']
-        for s in self._steps
-        if 'logprob_gap_fresh_max' in s
-    ]
-
-    def of(name):
-      return [s[name] for s in self._steps if name in s]
-
+    sums, most = self._sums, self._most
     return {
-        'staleness_mean': float(
-            np.average(of('staleness_mean'), weights=weights)
-        ),
-        'staleness_max': max(of('staleness_max')),
-        'head_staleness_max': max(of('head_staleness_max')),
-        'mixed_version_fraction': float(np.mean(of('mixed_version_fraction'))),
-        'engine_trainer_logprob_gap_max': max(gaps, default=None),
-        'skipped_steps': of('skipped_steps')[-1],
+        'staleness_mean': sums['staleness'] / max(1, sums['trained_tokens']),
+        'staleness_max': most.get('staleness_max', 0.0),
+        'head_staleness_max': most['head_staleness_max'],
+        'mixed_version_fraction': sums['mixed_version'] / sums['steps'],
+        'engine_trainer_logprob_gap_max': most.get('logprob_gap_fresh_max'),
+        'skipped_steps': self._skipped,
         **self.rates(),
     }
 

@@ -90,11 +90,13 @@ class Publisher:
   ):
     self._targets = tuple(targets)
     self._events = events
-    self._cast = jax.jit(
+    self._copy = jax.jit(
         lambda params: jax.tree.map(
-            lambda x: x.astype(dtype)
-            if dtype and jnp.issubdtype(x.dtype, jnp.floating)
-            else x,
+            lambda x: jnp.copy(
+                x.astype(dtype)
+                if dtype and jnp.issubdtype(x.dtype, jnp.floating)
+                else x
+            ),
             params,
         )
     )
@@ -118,11 +120,13 @@ class Publisher:
     start = time.monotonic()
     handle = Handle(version, kind, [t.name for t in self._targets])
     self._handles = [h for h in self._handles if h.missing] + [handle]
-    if self._dtype:
-      params = self._cast(params)
+    # Never an alias: the train step donates its buffers to the next step. Where
+    # meshes share devices, `device_put` between them hands replicated parts
+    # over as they are, may_alias=False or not (jax 0.10.2).
+    if self._dtype or any(_meet(params, t.shardings) for t in self._targets):
+      params = self._copy(params)
     sent = {}
     for target in self._targets:
-      # Never an alias: the train step donates its buffers to the next step.
       sent[target.name] = jax.device_put(
           params, target.shardings, may_alias=False
       )
@@ -164,3 +168,10 @@ class Publisher:
           handle.acknowledge(name)
 
     return swapped
+
+
+def _meet(params: Params, shardings: Any) -> bool:
+  """Whether parameters lie on a device that they are sent to."""
+  here = {d for x in jax.tree.leaves(params) for d in x.sharding.device_set}
+  there = {d for s in jax.tree.leaves(shardings) for d in s.device_set}
+  return bool(here & there)

@@ -24,6 +24,7 @@ from areal_jax.losses.policy import PolicyLoss
 from areal_jax.models.config import ModelConfig
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
+from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.supervised import WarmStartSettings
@@ -34,6 +35,7 @@ def get_config() -> Experiment:
   return Experiment(
       name='quickstart',
       steps=100,
+      checkpoint=CheckpointSettings(every=50),
       task=TaskSettings(
           problems='areal_jax.data.running_totals:problems',
           texts='areal_jax.data.running_totals:texts',

@@ -74,3 +74,6 @@ class Draws:
 
   def state(self):
     return {'next': self.index}
+
+  def restore(self, state):
+    self.index = state['next']

@@ -164,6 +164,45 @@ def assert_one_line(text: str, words) -> None:
             'config.rollout.temperature is inf, wanted more than 0 and finite',
         ),
         case(
+            'infinite_reward_timeout_s',
+            {'reward.timeout_s': float('inf')},
+            'config.reward.timeout_s is inf, wanted more than 0 seconds and',
+            'finite',
+        ),
+        case(
+            'infinite_evaluation_temperature',
+            {'evaluation.temperature': float('inf')},
+            'config.evaluation.temperature is inf, wanted at least 0 and',
+            'finite',
+        ),
+        case(
+            'infinite_evaluation_threshold',
+            {'evaluation.threshold': float('inf')},
+            'config.evaluation.threshold is inf, wanted a finite number',
+        ),
+        case(
+            'infinite_train_optimizer_weight_decay',
+            {'train.optimizer.weight_decay': float('inf')},
+            'config.train.optimizer.weight_decay is inf, wanted at least 0 and',
+            'finite',
+        ),
+        case(
+            'infinite_train_optimizer_epsilon',
+            {'train.optimizer.epsilon': float('inf')},
+            'config.train.optimizer.epsilon is inf, wanted above 0 and finite',
+        ),
+        case(
+            'infinite_train_advantages_epsilon',
+            {'train.advantages.epsilon': float('inf')},
+            'config.train.advantages.epsilon is inf, wanted at least 0 and',
+            'finite',
+        ),
+        case(
+            'infinite_policy_model_rope_theta',
+            {'policy.model.rope_theta': float('inf')},
+            'config.policy.model.rope_theta is inf, wanted above 0 and finite',
+        ),
+        case(
             'endless_wait',
             {'rollout.wait_s': float('inf')},
             'config.rollout.wait_s is inf, wanted more than 0 and finite',

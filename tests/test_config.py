@@ -208,3 +208,27 @@ def test_flags_see_plain_types():
   # The types as written are still what resolve checks.
   with pytest.raises(ConfigError, match="wanted one of \\['a', 'b'\\]"):
     resolve(Outer(kind='c'))
+
+
+@dataclasses.dataclass
+class _Item:
+  size: int = 1
+
+  def validate(self, at: str) -> None:
+    require(self.size >= 1, f'{at}.size', self.size, 'at least 1')
+
+
+@dataclasses.dataclass
+class _Several:
+  items: tuple[_Item, ...] = ()
+
+
+def test_settings_in_a_tuple_are_checked_and_frozen():
+  settings = resolve(_Several((_Item(1), _Item(2))))
+  with pytest.raises(AttributeError, match='the settings are resolved'):
+    settings.items[1].size = 3
+  assert hash(settings) == hash(resolve(_Several([_Item(1), _Item(2)])))
+  with pytest.raises(ConfigError, match=r'config.items\[1\].size is 0, wanted'):
+    resolve(_Several((_Item(1), _Item(0))))
+  with pytest.raises(ConfigError, match=r'config.items\[0\] is 3, wanted a'):
+    resolve(_Several((3,)))

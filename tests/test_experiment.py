@@ -100,10 +100,11 @@ def test_prompts_are_rendered_once(tmp_path, add_bos):
 def test_the_tokenizer_can_be_saved_and_opened_again(tmp_path):
   got = prepare(experiment(tmp_path))
   path = tmp_path / 'tokenizer.model'
-  path.write_bytes(got.tokenizer_model)
+  assert list(got.tokenizer_files) == [path.name]
+  path.write_bytes(got.tokenizer_files[path.name])
   assert SentencePieceTokenizer(path).vocab_size == ALPHABET
   again = prepare(experiment(tmp_path, tokenizer__path=str(path)))
-  assert again.tokenizer_model == got.tokenizer_model
+  assert again.tokenizer_files == got.tokenizer_files
   assert again.prompts == got.prompts
 
 

@@ -27,14 +27,14 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# A room imports lower floors and itself. The three modules of the ground floor
+# A room imports lower floors and itself. The modules of the ground floor
 # are one room, `words`: ledger counts what types names.
 FLOORS = (
     ('words',),
     ('mesh', 'tokenizer', 'sandbox', 'telemetry'),
     ('models', 'losses', 'rewards', 'data'),
     ('rollout', 'buffer', 'train', 'weights', 'simulate'),
-    ('experiment', 'cluster'),
+    ('experiment', 'cluster', 'resume'),
     ('command', 'session'),
     (
         'run',
@@ -47,7 +47,7 @@ FLOORS = (
     ),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WORDS = ('__init__', 'config', 'ledger', 'types')
+WORDS = ('__init__', 'config', 'ledger', 'records', 'types')
 
 # Reward workers and remote clients start in a second because these rooms never
 # load an accelerator library.
@@ -57,6 +57,8 @@ LIGHT_MODULES = (
     'areal_jax.rewards.base',
     'areal_jax.sandbox.pool',
     'areal_jax.run',
+    'areal_jax.evaluate',
+    'areal_jax.serve',
 )
 HEAVY = ('jax', 'jaxlib', 'flax', 'optax', 'orbax', 'tensorflow', 'jetstream')
 
@@ -66,9 +68,20 @@ OUTSIDE_ROOMS = {
     'experiments': 'experiments',
     'tests': 'testing',
 }
+# Files of requirements, each with the hub that Bazel has for it. What a later
+# one pins as well counts as the earlier one's.
+REQUIREMENTS = {
+    'requirements.txt': 'requirement',
+    'requirements-dev.txt': 'dev_requirement',
+    'requirements-notebooks.txt': 'notebook_requirement',
+}
+# The one file of the package that only notebooks call: imported late, and the
+# only one that needs more than requirements.txt.
+NOTEBOOK_FILE = 'areal_jax/telemetry/frames.py'
 # Where the name of a distribution is not that of its package.
 DISTRIBUTIONS = {
     'absl': 'absl-py',
+    'grpc': 'grpcio',
     'jetstream': 'google-jetstream',
     'orbax': 'orbax-checkpoint',
     'PIL': 'pillow',
@@ -176,30 +189,27 @@ def build_faults(root: pathlib.Path) -> Iterator[str]:
 
 def pin_faults(root: pathlib.Path) -> Iterator[str]:
   """Imported packages without a pin; pins that are loose or disagree."""
-  user = pins(root / 'requirements.txt')
-  developer = pins(root / 'requirements-dev.txt')
-  for name in sorted(user.keys() & developer.keys()):
-    if user[name] != developer[name]:
-      yield (
-          f'requirements-dev.txt: {name} is {developer[name]},'
-          f' requirements.txt has {user[name]}'
-      )
-  for file, found in (
-      ('requirements.txt', user),
-      ('requirements-dev.txt', developer),
-  ):
+  user, developer, notebook = files = [pins(root / f) for f in REQUIREMENTS]
+  everywhere: dict[str, tuple[str, str]] = {}
+  for file, found in zip(REQUIREMENTS, files):
     for name, version in found.items():
       if not version:
         yield f'{file}: {name} has no exact version'
+      other, seen = everywhere.setdefault(name, (file, version))
+      if seen != version:
+        yield f'{file}: {name} is {version}, {other} has {seen}'
   for folder, allowed in (
       ('areal_jax', user),
       ('experiments', user),
+      ('notebooks', {**user, **notebook}),
       ('benchmarks', {**user, **developer}),
-      ('tests', {**user, **developer}),
+      ('tests', {**user, **developer, **notebook}),
   ):
     for path in sources(root, folder):
       for found in imports(root, path):
         name = distribution(found.module)
+        if found.file == NOTEBOOK_FILE and name in notebook:
+          continue
         if name and name not in allowed:
           yield (
               f'{found.file}:{found.line} imports {found.module}: no file of'
@@ -317,14 +327,15 @@ def pins(path: pathlib.Path) -> dict[str, str]:
 
 def expected_rules(root: pathlib.Path) -> dict[str, Rule]:
   """What BUILD has to hold, from the files and their imports."""
-  developer = pins(root / 'requirements-dev.txt')
-  developer = developer.keys() - pins(root / 'requirements.txt').keys()
+  hubs: dict[str, str] = {}
+  for file, hub in REQUIREMENTS.items():
+    hubs = dict.fromkeys(pins(root / file), hub) | hubs
   files = collections.defaultdict(list)
   for path in sources(root, 'areal_jax'):
     files[room_of_file(path.relative_to(root))].append(path)
   rules = {}
   for room, paths in files.items():
-    rules[room] = _rule(root, 'py_library', room, paths, developer)
+    rules[room] = _rule(root, 'py_library', room, paths, hubs)
   tests = []
   for folder, name in OUTSIDE_ROOMS.items():
     paths = sources(root, folder)
@@ -332,12 +343,12 @@ def expected_rules(root: pathlib.Path) -> dict[str, Rule]:
       tests = [p for p in paths if p.name.startswith('test_')]
       paths = [p for p in paths if p not in tests]
     if paths:
-      rules[name] = _rule(root, 'py_library', name, paths, developer)
+      rules[name] = _rule(root, 'py_library', name, paths, hubs)
   main = root / 'tests/pytest_main.py'
   for path in tests:
     file = path.relative_to(root).with_suffix('')
     name = '_'.join(['test', *file.parts[1:-1], file.name[len('test_') :]])
-    rule = _rule(root, 'py_test', name, [path], developer)
+    rule = _rule(root, 'py_test', name, [path], hubs)
     rules[name] = dataclasses.replace(
         rule,
         srcs=rule.srcs | {str(main.relative_to(root))},
@@ -351,7 +362,7 @@ def _rule(
     kind: str,
     name: str,
     paths: Iterable[pathlib.Path],
-    developer: Iterable[str],
+    hubs: dict[str, str],
 ) -> Rule:
   deps = set()
   for path in paths:
@@ -359,7 +370,7 @@ def _rule(
       top = found.module.split('.')[0]
       outside = distribution(found.module)
       if outside:
-        hub = 'dev_requirement' if outside in developer else 'requirement'
+        hub = hubs.get(outside, 'requirement')
         deps.add(f'{hub}("{outside}")')
       elif top == 'areal_jax':
         deps.add(':' + room_of_module(found.module))
@@ -473,6 +484,7 @@ its registry was out of reach where it was written.
 
 load("@pypi//:requirements.bzl", "requirement")
 load("@pypi_dev//:requirements.bzl", dev_requirement = "requirement")
+load("@pypi_notebooks//:requirements.bzl", notebook_requirement = "requirement")
 load("@rules_python//python:defs.bzl", "py_library", "py_test")
 
 package(default_visibility = ["//visibility:public"])
@@ -480,6 +492,7 @@ package(default_visibility = ["//visibility:public"])
 exports_files([
     "requirements.txt",
     "requirements-dev.txt",
+    "requirements-notebooks.txt",
 ])
 
 # What tests read beside what they import.
@@ -491,6 +504,7 @@ filegroup(
         "areal_jax/**/*.py",
         "benchmarks/**",
         "experiments/**",
+        "notebooks/*",
         "scripts/*",
         "tests/**/*.py",
     ]),
@@ -528,14 +542,14 @@ def _normal(name: str) -> str:
 
 def _copy(folder: pathlib.Path) -> pathlib.Path:
   """A copy of what the checker reads, in which faults can be planted."""
-  for name in ('areal_jax', 'experiments', 'benchmarks', 'tests'):
+  for name in ('areal_jax', 'experiments', 'benchmarks', 'notebooks', 'tests'):
     if (ROOT / name).is_dir():
       shutil.copytree(
           ROOT / name,
           folder / name,
           ignore=shutil.ignore_patterns('__pycache__'),
       )
-  for name in ('BUILD', 'requirements.txt', 'requirements-dev.txt'):
+  for name in ('BUILD', *REQUIREMENTS):
     shutil.copy(ROOT / name, folder / name)
   return folder
 
@@ -667,6 +681,16 @@ PLANTED = {
         'areal_jax/buffer.py',
         '\nimport torch\n',
         "imports torch: no file of requirements pins 'torch' for areal_jax",
+    ),
+    'pandas_outside_its_file': (
+        'areal_jax/telemetry/plots.py',
+        '\ndef _late():\n  import pandas\n',
+        "imports pandas: no file of requirements pins 'pandas' for areal_jax",
+    ),
+    'pins_that_disagree': (
+        'requirements-notebooks.txt',
+        'optax==0.1.0\n',
+        'requirements-notebooks.txt: optax is 0.1.0, requirements.txt has',
     ),
     'loose_pin': (
         'requirements.txt',

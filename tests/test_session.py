@@ -22,6 +22,7 @@ from areal_jax.experiment import (
     PolicySettings,
     RolloutSettings,
     TaskSettings,
+    initial_params,
     prepare,
 )
 from areal_jax.losses.policy import PolicyLoss
@@ -35,6 +36,7 @@ from areal_jax.rollout.controller import TooManyFailures
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.evaluation import EvaluationSettings
 from areal_jax.rollout.workflow import answer_of, trajectory
+from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
@@ -101,7 +103,7 @@ def experiment(folder, **changes):
 
 
 def policy_of(result):
-  _, params = hf.load_hf(result.folder / session.POLICY, None, None)
+  _, params = hf.load_hf(result.folder / run_folder.POLICY, None, None)
   return jax.tree.map(np.asarray, params)
 
 
@@ -140,7 +142,7 @@ def plain_loop(settings):
   settings = prepared.settings
   slices = cut(jax.devices(), settings.mesh)
   rules = Rules()
-  params = session._first_params(prepared, slices, rules)
+  params, _ = initial_params(prepared, slices.train, rules)
   trainer = Trainer(prepared.model, settings.train, slices.train, rules, params)
   engine = Engine(
       prepared.model, settings.rollout.engine, slices.rollout[0], rules
@@ -374,6 +376,139 @@ def test_generation_goes_on_while_a_step_is_being_written_down(
   assert full.is_set()
 
 
+# Evaluation beside training: invariant 11, CASES A19.
+
+
+def evaluated_versions(result):
+  return [
+      row['version']
+      for row in rows_of(result, 'metrics.jsonl')
+      if 'eval_accuracy' in row
+  ]
+
+
+def test_evaluation_leaves_training_as_it_was_bit_for_bit(
+    synchronous, tmp_path
+):
+  result = session.run(
+      experiment(
+          tmp_path,
+          evaluation=EvaluationSettings(
+              every=2, samples=3, ks=(1, 3), temperature=1.0, threshold=0.5
+          ),
+      )
+  )
+  assert_same_bits(policy_of(synchronous), policy_of(result))
+  samples = rows_of(result, 'samples.jsonl')
+  assert samples == rows_of(synchronous, 'samples.jsonl')
+  counts = ('drawn', 'trained', 'dropped', 'in_flight')
+  for name in counts:
+    assert result.summary[name] == synchronous.summary[name]
+  assert evaluated_versions(result) == [0, 2, 4]
+  assert result.summary['recompiles_after_warmup'] == 0
+
+  answers = rows_of(result, 'evaluations.jsonl')
+  for version in (0, 2, 4):
+    asked = [a for a in answers if a['version'] == version]
+    assert [(a['draw_index'], a['sample']) for a in asked] == [
+        (draw, sample) for draw in range(8) for sample in range(3)
+    ]
+    right = np.mean([a['score'] >= 0.5 for a in asked])
+    (row,) = [
+        row
+        for row in rows_of(result, 'metrics.jsonl')
+        if row['version'] == version and 'eval_accuracy' in row
+    ]
+    assert row['eval_accuracy'] == pytest.approx(right)
+    assert row['eval_pass_at_1'] == pytest.approx(right)
+    assert row['eval_pass_at_3'] >= row['eval_pass_at_1']
+  trained = {s['prompt'] for s in samples}
+  held_out = {p.prompt for p in prepare(experiment(tmp_path)).evaluation}
+  assert not trained & held_out
+
+
+def test_training_goes_on_while_an_evaluation_is_held_up(tmp_path, monkeypatch):
+  """The evaluation of version 2 gets no score before the last step is over.
+
+  Were anything of training to wait for it, the run would not end.
+  """
+  begun, ended = threading.Event(), threading.Event()
+  record, score = session.Session._record, session.Session._score
+
+  def recorded(self, version, *rest):
+    rows = record(self, version, *rest)
+    begun.set()
+    if version == 6:
+      ended.set()
+    return rows
+
+  async def held_up(self, scorer, lane, draw, text):
+    while lane == 'evaluate' and begun.is_set() and not ended.is_set():
+      await asyncio.sleep(0.01)
+    return await score(self, scorer, lane, draw, text)
+
+  monkeypatch.setattr(session.Session, '_record', recorded)
+  monkeypatch.setattr(session.Session, '_score', held_up)
+  result = session.run(
+      experiment(
+          tmp_path, steps=6, rollout__eta=float('inf'), evaluation__every=2
+      )
+  )
+  # Version 4 was due in the meantime: skipped, and said so.
+  assert evaluated_versions(result) == [0, 2, 6]
+  assert result.summary['evaluations_skipped'] == 1
+  events = rows_of(result, 'events.jsonl')
+  (skip,) = [e for e in events if e['kind'] == 'skip']
+  assert (skip['version'], skip['lane']) == (4, 'evaluate')
+  (held,) = [
+      e for e in events if e['kind'] == 'evaluate' and e['version'] == 2
+  ]
+  steps = [
+      e
+      for e in events
+      if e['kind'] == 'step' and e['mono'] > held['mono']
+  ]
+  assert [s['version'] for s in steps] == [2, 3, 4, 5]
+  assert all(
+      s['mono'] + s['duration'] < held['mono'] + held['duration'] for s in steps
+  )
+  # Training generated on under newer weights all the while.
+  generated = [
+      e['version']
+      for e in events
+      if e['kind'] == 'generate' and e['lane'] == 'generate/0'
+      and held['mono'] < e['mono'] < held['mono'] + held['duration']
+  ]  # fmt: skip
+  assert max(generated) > 2
+  assert {
+      e['version']
+      for e in events
+      if e['kind'] == 'generate' and e['lane'] == 'evaluate/0'
+  } == {0, 2, 6}
+
+
+def test_evaluation_that_fails_ends_the_run_with_its_reason(
+    tmp_path, monkeypatch
+):
+  begun = threading.Event()
+  record, score = session.Session._record, session.Session._score
+
+  def recorded(self, *rest):
+    rows = record(self, *rest)
+    begun.set()
+    return rows
+
+  async def fails(self, scorer, lane, draw, text):
+    if lane == 'evaluate' and begun.is_set():
+      raise LookupError('no judge')
+    return await score(self, scorer, lane, draw, text)
+
+  monkeypatch.setattr(session.Session, '_record', recorded)
+  monkeypatch.setattr(session.Session, '_score', fails)
+  with pytest.raises(LookupError, match='no judge'):
+    session.run(experiment(tmp_path, steps=30, evaluation__every=1))
+
+
 # Other shapes of machine and of algorithm.
 
 
@@ -388,8 +523,11 @@ def test_generation_goes_on_while_a_step_is_being_written_down(
 def test_eight_devices_train_and_generate_side_by_side(
     mesh, synchronous, tmp_path
 ):
+  # Evaluation at version 2 adds a second loop, with collectives, to each slice.
   result = session.run(
-      experiment(tmp_path, mesh=mesh, steps=4, rollout__eta=0.0)
+      experiment(
+          tmp_path, mesh=mesh, steps=4, rollout__eta=0.0, evaluation__every=2
+      )
   )
   # The same random numbers on other meshes: equal but for rounding, which may
   # flip a token here and there and so is compared on the first step alone.

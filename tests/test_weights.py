@@ -39,11 +39,14 @@ def test_replicas_hold_equal_tensors_after_resharding():
       assert arrived.sharding.mesh == mesh
 
 
-def test_published_weights_survive_the_donation_of_their_source():
-  mesh = tiny.mesh(1, 1)
+@pytest.mark.parametrize('dtype', [None, 'float32'])
+@pytest.mark.parametrize('shape', [(1, 1), (4, 1)])
+def test_published_weights_survive_the_donation_of_their_source(shape, dtype):
+  mesh = tiny.mesh(*shape)
   source = jax.tree.map(jax.numpy.array, tiny.params(0, on=mesh))
   before = jax.tree.map(np.asarray, tiny.params(0))
-  sender, got = publisher([mesh])  # colocated: the same device
+  # Colocated: the same device, or two of the four.
+  sender, got = publisher([tiny.mesh(1, min(2, mesh.size))], dtype)
   sender.publish(1, source)
   train = jax.jit(
       lambda p: jax.tree.map(lambda x: x * 0 - 7, p), donate_argnums=0

@@ -3,6 +3,7 @@
   main thread        the trainer; waits for groups
   'controller'       asyncio; waits for room in the ledger
   'engine-0', ...    a thread a rollout replica; waits for requests or weights
+  'engine-evaluate/0', ...   a second one, for evaluation
 
 The trainer speaks to the controller's event loop by `AsyncThread.run`, to the
 engines by the publisher alone. Every wait of the main thread has a time limit
@@ -22,13 +23,16 @@ from typing import Any, Callable, Coroutine, TypeVar
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices
 from areal_jax.models.config import ModelConfig
+from areal_jax.rollout import memory
 from areal_jax.rollout.client import EngineClient
 from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.rollout.evaluator import Evaluator
 from areal_jax.rollout.loop import EngineLoop, SwapMode
 from areal_jax.telemetry.events import EventLog
 from areal_jax.weights import Publisher, Target
 
 T = TypeVar('T')
+AsyncFuture = concurrent.futures.Future
 
 _LOOK_SECONDS = 0.5  # how often a wait looks whether an engine has died
 
@@ -55,10 +59,23 @@ class AsyncThread:
       explain: Callable[[], str] = lambda: '',
       check: Callable[[], None] = lambda: None,
   ) -> T:
-    """Runs a coroutine on the loop and waits for its result.
+    """Runs a coroutine on the loop and waits for its result; see `wait`."""
+    return self.wait(
+        self.spawn(coroutine), timeout_s=timeout_s, explain=explain, check=check
+    )
+
+  def wait(
+      self,
+      future: AsyncFuture[T],
+      *,
+      timeout_s: float,
+      explain: Callable[[], str] = lambda: '',
+      check: Callable[[], None] = lambda: None,
+  ) -> T:
+    """Waits for what was started; it is cancelled if the wait fails.
 
     Args:
-      coroutine: what to run.
+      future: what `spawn` returned.
       timeout_s: longest wait.
       explain: called on the loop when the time is over, for the message.
       check: called every half second in this thread; may raise.
@@ -66,7 +83,6 @@ class AsyncThread:
     Raises:
       Stalled: it took longer.
     """
-    future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
     end = time.monotonic() + timeout_s
     try:
       while True:
@@ -83,6 +99,10 @@ class AsyncThread:
     finally:
       future.cancel()
 
+  def spawn(self, coroutine: Coroutine[Any, Any, T]) -> AsyncFuture[T]:
+    """Starts a coroutine on the loop and returns at once."""
+    return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
   def call(self, function: Callable[..., T], *arguments: Any) -> T:
     """Runs a plain function on the loop and returns its result."""
 
@@ -92,10 +112,20 @@ class AsyncThread:
     return asyncio.run_coroutine_threadsafe(once(), self._loop).result()
 
   def stop(self) -> None:
-    """Ends the loop once its callbacks have run."""
+    """Cancels what still runs on the loop, lets it wind up, ends the loop."""
+    # On its own thread: a notebook's thread has a running loop of its own.
+    self.spawn(_cancel_others()).result()
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join()
     self._loop.close()
+
+
+async def _cancel_others() -> None:
+  """Cancels all other tasks of the loop and waits until they have ended."""
+  others = asyncio.all_tasks() - {asyncio.current_task()}
+  for task in others:
+    task.cancel()
+  await asyncio.gather(*others, return_exceptions=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +173,17 @@ def build_rollout(
   loops = []
   for i, mesh in enumerate(slices.rollout):
     engine = Engine(config, settings, mesh, rules)
+    # A second loop on this engine (`build_evaluator`) takes turns with it: two
+    # programs with collectives that reach the devices of a mesh in different
+    # orders would wait for each other for ever.
+    pair = threading.Lock() if mesh.size > 1 else None
     loops.append(
         EngineLoop(
             engine,
             str(i),
             swap=swap,
             events=events,
-            dispatch_lock=dispatch_lock,
+            dispatch_lock=dispatch_lock or pair,
         )
     )
   targets = [
@@ -162,3 +196,66 @@ def build_rollout(
       EngineClient(loops),
       Publisher(targets, events=events, dtype=dtype),
   )
+
+
+def build_evaluator(rollout: Rollout, events: EventLog) -> Evaluator:
+  """A second loop on each engine of the rollout, for evaluation.
+
+  It takes turns with the first one on the devices where that one takes turns.
+  """
+  return Evaluator(
+      [
+          EngineLoop(
+              loop.engine,
+              f'evaluate/{loop.name}',
+              swap='drain',
+              events=events,
+              dispatch_lock=loop.dispatch_lock,
+              lane=f'evaluate/{loop.name}',
+          )
+          for loop in rollout.loops
+      ]
+  )
+
+
+def pinned_weights(rollout: Rollout, version: int) -> list[Any]:
+  """A version's parameters on each replica, as published: no copy.
+
+  Raises:
+    LookupError: the version is not held any more.
+  """
+  held = rollout.publisher.get(version)
+  return [held[f'engine/{loop.name}'] for loop in rollout.loops]
+
+
+def require_memory(
+    config: ModelConfig,
+    settings: EngineSettings,
+    slices: Slices,
+    rules: Rules,
+    *,
+    dtype: str = '',
+    trains: bool = True,
+    pins: bool = False,
+) -> None:
+  """Refuses engines that the memory of their devices cannot hold.
+
+  Args:
+    config: the policy's shape.
+    settings: shapes of one engine.
+    slices: where they will be.
+    rules: logical to mesh axes.
+    dtype: of the weights on the rollout side; empty to leave it.
+    trains: whether they generate for training, and not for evaluation alone.
+    pins: whether evaluation goes on beside training.
+
+  Raises:
+    ConfigError: with the numbers.
+  """
+  for mesh in slices.rollout:
+    if all(device.memory_stats() is None for device in mesh.devices.flat):
+      continue
+    engine = Engine(config, settings, mesh, rules)
+    memory.require_room_on_all(
+        engine, memory.estimate(engine, dtype, trains=trains, pins=pins)
+    )

@@ -71,7 +71,8 @@ class AdvantageSettings:
         self.std,
         "False with kind 'leave_one_out', which divides by nothing",
     )
-    require(self.epsilon >= 0, f'{at}.epsilon', self.epsilon, 'at least 0')
+    right = 0 <= self.epsilon < math.inf
+    require(right, f'{at}.epsilon', self.epsilon, 'at least 0 and finite')
     for name in ('gamma', 'lam'):
       value = getattr(self, name)
       require(0 <= value <= 1, f'{at}.{name}', value, 'between 0 and 1')

@@ -11,7 +11,9 @@ meshes to `areal_jax.weights`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from typing import Sequence
 
 import jax
@@ -91,6 +93,24 @@ def devices_needed(settings: MeshSettings) -> int:
   """Devices that `cut` takes: the sum when split, the maximum if colocated."""
   counts = settings.train.devices, settings.rollout.devices
   return max(counts) if settings.colocated else sum(counts)
+
+
+def machine_devices(settings: MeshSettings) -> Sequence[jax.Device]:
+  """The machine's devices; on a CPU, as many pretended ones as are needed.
+
+  Has an effect only before jax starts: a process that has started it already
+  (a notebook, a test) keeps its devices, and so does one with real ones.
+  """
+  if max(settings.train.devices, settings.rollout.tensor) > 1:
+    # Two slices that dispatch collectives side by side on a CPU deadlock in a
+    # thread pool of the size that two cores give. Without collectives the
+    # larger pool only costs: 1.6 times the time of a small train step.
+    os.environ.setdefault('NPROC', str(max(16, 4 * devices_needed(settings))))
+  forced = 'xla_force_host_platform_device_count'
+  if forced not in os.environ.get('XLA_FLAGS', ''):
+    with contextlib.suppress(RuntimeError):
+      jax.config.update('jax_num_cpu_devices', devices_needed(settings))
+  return jax.devices()
 
 
 def cut(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from typing import Any, Literal, Mapping
 
 from areal_jax.config import ConfigError, require
@@ -32,8 +33,11 @@ class RopeScaling:
   original_max_length: int = 8192  # tokens
 
   def validate(self, at: str) -> None:
-    require(self.factor >= 1, f'{at}.factor', self.factor, 'at least 1')
     low, high = self.low_freq_factor, self.high_freq_factor
+    for name in ('factor', 'low_freq_factor', 'high_freq_factor'):
+      value = getattr(self, name)
+      require(math.isfinite(value), f'{at}.{name}', value, 'a finite number')
+    require(self.factor >= 1, f'{at}.factor', self.factor, 'at least 1')
     require(low > 0, f'{at}.low_freq_factor', low, 'more than 0')
     require(
         high > low,
@@ -91,8 +95,10 @@ class ModelConfig:
         f'a divisor of heads={self.heads}',
     )
     require(self.head_size % 2 == 0, f'{at}.head_size', self.head_size, 'even')
-    require(self.rope_theta > 0, f'{at}.rope_theta', self.rope_theta, 'above 0')
-    require(self.norm_eps > 0, f'{at}.norm_eps', self.norm_eps, 'above 0')
+    for name in ('rope_theta', 'norm_eps'):
+      value = getattr(self, name)
+      right = 0 < value < math.inf
+      require(right, f'{at}.{name}', value, 'above 0 and finite')
 
   @property
   def padded_vocab_size(self) -> int:
@@ -147,52 +153,94 @@ def config_from_hf(
     at: its name, for messages.
 
   Raises:
-    ConfigError: a missing field, or one that asks for what this model lacks.
+    ConfigError: a field that is missing, is of another type, or asks for what
+      this model lacks.
   """
-  name = hf.get('model_type')
-  require(name in FAMILIES, f'{at}: model_type', name, f'one of {[*FAMILIES]}')
+  name = _choice(hf, 'model_type', FAMILIES, None, at)
   family = FAMILIES[name]
-
-  def needed(field: str) -> Any:
-    if hf.get(field) is None:
-      raise ConfigError(f'{at}: {field} is missing, wanted a number')
-    return hf[field]
-
-  def optional(field: str, default: Any) -> Any:
-    value = hf.get(field)
-    return default if value is None else value
-
-  layers, heads = needed('num_hidden_layers'), needed('num_attention_heads')
-  width = needed('hidden_size')
+  layers = _size(hf, 'num_hidden_layers', None, at)
+  heads = _size(hf, 'num_attention_heads', None, at)
+  width = _size(hf, 'hidden_size', None, at)
   _refuse_unknown_parts(hf, at, name, layers)
-  activation = optional('hidden_act', 'silu')
-  require(
-      activation in _ACTIVATIONS,
-      f'{at}: hidden_act',
-      activation,
-      f'one of {[*_ACTIVATIONS]}',
-  )
+  activation = _choice(hf, 'hidden_act', _ACTIVATIONS, 'silu', at)
   theta, scaling = _rope(hf, at, family)
   config = ModelConfig(
-      vocab_size=needed('vocab_size'),
+      vocab_size=_size(hf, 'vocab_size', None, at),
       width=width,
       layers=layers,
       heads=heads,
-      kv_heads=optional('num_key_value_heads', family.kv_heads or heads),
-      head_size=optional('head_dim', family.head_size or width // heads),
-      mlp_width=needed('intermediate_size'),
-      max_length=optional('max_position_embeddings', family.max_length),
+      kv_heads=_size(hf, 'num_key_value_heads', family.kv_heads or heads, at),
+      head_size=_size(hf, 'head_dim', family.head_size or width // heads, at),
+      mlp_width=_size(hf, 'intermediate_size', None, at),
+      max_length=_size(hf, 'max_position_embeddings', family.max_length, at),
       rope_theta=theta,
       rope_scaling=scaling,
-      norm_eps=float(optional('rms_norm_eps', family.norm_eps)),
+      norm_eps=_number(hf, 'rms_norm_eps', family.norm_eps, at),
       activation=_ACTIVATIONS[activation],
-      tied_embeddings=optional('tie_word_embeddings', False),
+      tied_embeddings=_truth(hf, 'tie_word_embeddings', at),
       qkv_bias=family.qkv_bias,
       qk_norm=family.qk_norm,
   )
   scaling.validate(f'{at}: rope_scaling')
   config.validate(at)
   return config
+
+
+def _value(
+    fields: Mapping[str, Any], name: str, default: Any, at: str, wanted: str
+) -> Any:
+  """A field, or the default where it is absent or null."""
+  value = fields.get(name)
+  value = default if value is None else value
+  if value is None:
+    raise ConfigError(f'{at}: {name} is missing, wanted {wanted}')
+  return value
+
+
+def _size(
+    fields: Mapping[str, Any], name: str, default: int | None, at: str
+) -> int:
+  """A whole number of at least 1."""
+  wanted = 'a whole number of at least 1'
+  value = _value(fields, name, default, at, wanted)
+  whole = isinstance(value, int) and not isinstance(value, bool)
+  require(whole and value >= 1, f'{at}: {name}', value, wanted)
+  return value
+
+
+def _number(
+    fields: Mapping[str, Any], name: str, default: float | None, at: str
+) -> float:
+  """A finite number above 0."""
+  wanted = 'a finite number above 0'
+  value = _value(fields, name, default, at, wanted)
+  number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  # Not merely below infinity: Python has whole numbers that no float can hold.
+  right = number and 0 < value <= sys.float_info.max
+  require(right, f'{at}: {name}', value, wanted)
+  return float(value)
+
+
+def _truth(fields: Mapping[str, Any], name: str, at: str) -> bool:
+  """A truth value; absent is false."""
+  value = _value(fields, name, False, at, '')
+  require(isinstance(value, bool), f'{at}: {name}', value, 'true or false')
+  return value
+
+
+def _choice(
+    fields: Mapping[str, Any],
+    name: str,
+    options: Mapping[str, Any],
+    default: str | None,
+    at: str,
+) -> str:
+  """The name of one of the options."""
+  value = fields.get(name)
+  value = default if value is None else value
+  known = isinstance(value, str) and value in options
+  require(known, f'{at}: {name}', value, f'one of {[*options]}')
+  return value
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -252,17 +300,22 @@ def _refuse_unknown_parts(
   """Raises if the checkpoint really uses a part that this model lacks."""
   # transformers' qwen2 has its q, k and v biases whatever the file says.
   if name != 'qwen2':
-    bias = hf.get('attention_bias') or False
+    bias = _truth(hf, 'attention_bias', at)
     require(not bias, f'{at}: attention_bias', bias, f'false for {name}')
-  bias = hf.get('mlp_bias') or False
+  bias = _truth(hf, 'mlp_bias', at)
   require(not bias, f'{at}: mlp_bias', bias, 'false')
   kinds = hf.get('layer_types')
   if kinds is not None:
-    others = sorted(set(kinds) - {'full_attention'})
-    require(not others, f'{at}: layer_types', others, "only 'full_attention'")
-  elif hf.get('use_sliding_window') and hf.get('sliding_window'):
+    wanted = "a list of 'full_attention' alone"
+    right = isinstance(kinds, list)
+    require(right, f'{at}: layer_types', kinds, wanted)
+    others = [kind for kind in kinds if kind != 'full_attention']
+    require(not others, f'{at}: layer_types', others, wanted)
+  elif _truth(hf, 'use_sliding_window', at) and hf.get('sliding_window'):
     # transformers slides the layers from max_window_layers (28) on.
     first = hf.get('max_window_layers', 28)
+    whole = isinstance(first, int)
+    require(whole, f'{at}: max_window_layers', first, 'a whole number')
     require(
         first >= layers,
         f'{at}: sliding_window',
@@ -276,8 +329,12 @@ def _rope(
 ) -> tuple[float, RopeScaling]:
   """Base and scaling of the rotary embedding."""
   field = 'rope_parameters' if hf.get('rope_parameters') else 'rope_scaling'
-  rope = hf.get(field) or {}
-  theta = hf.get('rope_theta') or rope.get('rope_theta') or family.rope_theta
+  rope = {} if hf.get(field) is None else hf[field]
+  require(isinstance(rope, dict), f'{at}: {field}', rope, 'an object or null')
+  # The parts of the object, under names that a message can show.
+  parts = {f'{field}.{name}': value for name, value in rope.items()}
+  inner = _number(parts, f'{field}.rope_theta', family.rope_theta, at)
+  theta = _number(hf, 'rope_theta', inner, at)
   kind = rope.get('rope_type') or rope.get('type') or 'default'
   partial = hf.get('partial_rotary_factor') or rope.get('partial_rotary_factor')
   require(
@@ -286,17 +343,12 @@ def _rope(
   known = ['default', 'llama3']
   require(kind in known, f'{at}: {field}.rope_type', kind, f'one of {known}')
   if kind == 'default':
-    return float(theta), RopeScaling()
-
-  def needed(part: str) -> Any:
-    if rope.get(part) is None:
-      raise ConfigError(f'{at}: {field}.{part} is missing, wanted a number')
-    return rope[part]
-
-  return float(theta), RopeScaling(
+    return theta, RopeScaling()
+  length = 'original_max_position_embeddings'
+  return theta, RopeScaling(
       kind='llama3',
-      factor=float(needed('factor')),
-      low_freq_factor=float(needed('low_freq_factor')),
-      high_freq_factor=float(needed('high_freq_factor')),
-      original_max_length=int(needed('original_max_position_embeddings')),
+      factor=_number(parts, f'{field}.factor', None, at),
+      low_freq_factor=_number(parts, f'{field}.low_freq_factor', None, at),
+      high_freq_factor=_number(parts, f'{field}.high_freq_factor', None, at),
+      original_max_length=_size(parts, f'{field}.{length}', None, at),
   )

@@ -137,6 +137,65 @@ def load_hf(
   return config, params
 
 
+def load_params(
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    mesh: jax.sharding.Mesh | None,
+    rules: Rules | None,
+) -> Params:
+  """The parameters of a checkpoint, for a policy that runs as `config` says.
+
+  Raises:
+    ConfigError: whatever `load_hf` refuses.
+  """
+  overrides = {
+      name: getattr(config, name)
+      for name in ('vocab_multiple', 'layer_loop', 'compute_dtype', 'remat')
+  }
+  return load_hf(folder, mesh, rules, overrides=overrides)[1]
+
+
+def load_matching(
+    folder: str | pathlib.Path, config: ModelConfig, params: Params
+) -> tuple[Params, tuple[str, ...]]:
+  """Takes from a checkpoint what fits, and leaves the rest as it is.
+
+  A parameter fits if the folder has tensors of its name, shape and number of
+  layers, of whatever policy they are.
+
+  Args:
+    folder: with safetensors.
+    config: of the policy that they go into.
+    params: its parameters, where they belong.
+
+  Returns:
+    Those parameters with some replaced, and the names of those that were left,
+    such as 'blocks/query'.
+
+  Raises:
+    ConfigError: a file that is missing or not readable.
+  """
+  folder = pathlib.Path(folder)
+  shapes = transformer.abstract_params(
+      dataclasses.replace(config, vocab_multiple=1)
+  )
+  axes = transformer.logical_axes(config)
+  taken = jax.tree.map(lambda leaf: leaf, params)
+  left = []
+  with contextlib.ExitStack() as stack:
+    tensors = _open_tensors(folder, stack)
+    for row in _rows(params):
+      shape = _at(shapes, row.path).shape
+      if not _fits(tensors, row, shape):
+        left.append('/'.join(row.path))
+        continue
+      ours = _read_row(folder, tensors, row, shape)
+      ours = _pad_vocab(ours, _at(axes, row.path), config)
+      where = _at(params, row.path).sharding
+      _put(taken, row.path, jax.device_put(ours, where))
+  return taken, tuple(left)
+
+
 def check_hf(folder: str | pathlib.Path) -> None:
   """Reads the headers of a checkpoint folder alone, and no device.
 
@@ -296,6 +355,26 @@ def _read_tensor(
   _check_tensor(folder, tensors, name, row.hf_shape(shape))
   theirs = tensors[name].get_tensor(name)
   return row.read(theirs.astype(np.float32), shape)
+
+
+def _fits(
+    tensors: Mapping[str, Any], row: Row, shape: tuple[int, ...]
+) -> bool:
+  """Whether the published tensors of a row make up a parameter like this."""
+  names, inner = [row.hf], shape
+  if '{layer}' in row.hf:
+    if row.hf.format(layer=shape[0]) in tensors:
+      return False  # there are more layers
+    names = [row.hf.format(layer=layer) for layer in range(shape[0])]
+    inner = shape[1:]
+  wanted = row.hf_shape(inner)
+  headers = [tensors[n].get_slice(n) if n in tensors else None for n in names]
+  return all(
+      h is not None
+      and tuple(h.get_shape()) == wanted
+      and h.get_dtype() in _DTYPES
+      for h in headers
+  )
 
 
 def _check_tensor(

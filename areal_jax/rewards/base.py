@@ -15,7 +15,7 @@ import math
 import numbers
 from typing import Any, Callable, Mapping
 
-from areal_jax.config import require
+from areal_jax.config import ConfigError, require
 from areal_jax.sandbox.call import call, load_function
 from areal_jax.types import Problem, RewardStatus
 
@@ -30,8 +30,8 @@ def load_reward(
   """The reward function that `'package.module:function'` names.
 
   Raises:
-    ConfigError: it cannot be imported or is no plain function of a problem and
-      a text; names the setting `at`, the spec and the cause.
+    ConfigError: it cannot be imported or is no plain function that takes a
+      problem and a text; names the setting `at`, the spec and the cause.
   """
   function = load_function(spec, at)
   require(
@@ -40,6 +40,17 @@ def load_reward(
       spec,
       'a plain function: rewards run in processes of their own, not awaited',
   )
+  try:
+    signature = inspect.signature(function)
+  except ValueError:  # one written in C that does not say what it takes
+    return function
+  try:
+    signature.bind(None, '')
+  except TypeError as error:
+    raise ConfigError(
+        f'{at} is {spec!r}, which cannot be called with (problem, text):'
+        f' {error}'
+    ) from error
   return function
 
 

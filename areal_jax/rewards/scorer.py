@@ -9,6 +9,7 @@ score.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 
 from areal_jax.config import require
@@ -34,10 +35,10 @@ class RewardSettings:
   def validate(self, at: str) -> None:
     require(self.workers >= 1, f'{at}.workers', self.workers, 'at least 1')
     require(
-        self.timeout_s > 0,
+        0 < self.timeout_s < math.inf,
         f'{at}.timeout_s',
         self.timeout_s,
-        'more than 0 seconds',
+        'more than 0 seconds and finite: an answer may hang its verifier',
     )
 
   def check(self, at: str) -> None:

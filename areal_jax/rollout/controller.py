@@ -15,8 +15,10 @@ Flows in: draws, and "version v is published". Flows out: batches of B groups.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
-from typing import Any, Callable, Iterator, Protocol
+import math
+from typing import Any, Callable, Iterator, Mapping, Protocol
 
 from areal_jax.ledger import Ledger
 from areal_jax.rollout.workflow import MemberFailed, Workflow
@@ -31,6 +33,9 @@ class Draws(Protocol):
 
   def state(self) -> dict[str, Any]:
     """JSON-able position, from which it can be restored exactly."""
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from such a position."""
 
 
 class Buffer(Protocol):
@@ -66,16 +71,18 @@ class Snapshot:
   """A consistent cut: every drawn problem is in exactly one place.
 
   Attributes:
-    ledger: the counts at the cut.
-    ready: finished groups, oldest first.
+    ledger: the counts at the cut; none in training.
+    ready: finished groups, those in training first, then oldest first.
     running: draws under way; after a restart they are generated again.
     data: position of the data iterator behind the last draw.
+    failed_members: answers without a score so far.
   """
 
   ledger: Ledger
   ready: tuple[Group, ...]
   running: tuple[Draw, ...]
   data: dict[str, Any]
+  failed_members: int = 0
 
 
 class Controller:
@@ -87,10 +94,21 @@ class Controller:
     ledger: admission arithmetic.
     buffer: finished groups.
     group_size: G, samples a problem.
-    max_running: groups under way at once, whatever the ledger would admit.
+    max_running: how much is under way at once, whatever the ledger would admit:
+      no group starts while more answers are missing than all but one of so
+      many groups have. Whole groups would not do as a measure: one long answer
+      would hold the room of its finished siblings, and slots would be idle.
     clock: seconds; monotonic.
+    max_ready: no group starts while so many wait for training, so never more
+      wait than it and those that were under way. At least the size of a batch,
+      or none is ever complete.
     observe: called with (kind, draw_index, fields) for the event log.
     failure_limit: groups in a row without a scored member that end the run.
+
+  Attributes:
+    ledger: the counts.
+    failed_members: samples without a score so far.
+    ready_pauses: how often admission stopped for `max_ready` alone.
   """
 
   def __init__(
@@ -103,25 +121,73 @@ class Controller:
       group_size: int,
       max_running: int,
       clock: Callable[[], float],
+      max_ready: float = math.inf,
       observe: Callable[..., None] = lambda kind, draw_index, **fields: None,
       failure_limit: int = 16,
   ):
     self.ledger = ledger
     self.failed_members = 0
+    self.ready_pauses = 0
     self._draws = draws
     self._workflow = workflow
     self._buffer = buffer
     self._group_size = group_size
     self._max_running = max_running
+    self._max_ready = max_ready
     self._clock = clock
     self._observe = observe
     self._failure_limit = failure_limit
     self._failures_in_a_row = 0
     self._last_failure = ''
     self._running: dict[int, tuple[Draw, asyncio.Task]] = {}
+    # Answers that each running group waits for; one while it is put together.
+    self._missing: dict[int, int] = {}
+    # Draws of an earlier attempt, in flight in the ledger, still to be started.
+    self._again: collections.deque[Draw] = collections.deque()
+    self._training: list[Group] = []
     self._changed = asyncio.Event()
     self._failure: BaseException | None = None
     self._admission: asyncio.Task | None = None
+
+  def restore(self, snapshot: Snapshot) -> None:
+    """Goes on from a cut. Call it once, before `start`.
+
+    Draws that were running are generated again before any new one, counted as
+    one attempt more; the ledger has them in flight already. Batch size and η
+    stay those of this run: with a smaller bound than before, nothing is drawn
+    until what is in flight has come below it.
+
+    Raises:
+      ValueError: the counts of the ledger are not those of the groups.
+      ConfigError: the position is of other data.
+    """
+    saved = snapshot.ledger
+    counts = (saved.running, saved.ready, saved.training)
+    held = (len(snapshot.running), len(snapshot.ready), 0)
+    if counts != held or not saved.balanced():
+      raise ValueError(
+          f'the saved ledger has (running, ready, training) {counts}, drawn'
+          f' {saved.drawn}, trained {saved.trained} and dropped'
+          f' {saved.dropped.total()}; its groups are {held}'
+      )
+    self._draws.restore(snapshot.data)
+    self.ledger = dataclasses.replace(
+        saved,
+        batch_size=self.ledger.batch_size,
+        eta=self.ledger.eta,
+        dropped=saved.dropped.copy(),
+    )
+    self.failed_members = snapshot.failed_members
+    again = sorted(snapshot.running, key=lambda draw: draw.draw_index)
+    self._again.extend(
+        dataclasses.replace(draw, attempt=draw.attempt + 1) for draw in again
+    )
+    # Draws were admitted in the order of their indices.
+    indices = [record.draw_index for record in (*again, *snapshot.ready)]
+    for draw_index in sorted(indices):
+      self._buffer.expect(draw_index)
+    for group in snapshot.ready:
+      self._buffer.put(group)
 
   def start(self) -> None:
     """Starts to draw problems. Call it on the event loop."""
@@ -155,23 +221,34 @@ class Controller:
       batch = self._buffer.take(groups)
       if batch is not None:
         self.ledger.take(len(batch))
+        self._training += batch
+        self._wake()  # fewer are ready
         return batch
       await self._change()
 
   def published(self, version: int) -> None:
     """The version trained from the groups in training is with the engines."""
     self.ledger.publish(version)
+    self._training = []
     self._wake()
 
   def snapshot(self) -> Snapshot:
-    """The consistent cut; one call, no await."""
+    """The consistent cut; one call, no await.
+
+    Groups in training count as ready in it: their version is not out yet.
+    """
+    ledger = self.ledger
     return Snapshot(
         ledger=dataclasses.replace(
-            self.ledger, dropped=self.ledger.dropped.copy()
+            ledger,
+            ready=ledger.ready + ledger.training,
+            training=0,
+            dropped=ledger.dropped.copy(),
         ),
-        ready=self._buffer.groups,
-        running=tuple(draw for draw, _ in self._running.values()),
+        ready=(*self._training, *self._buffer.groups),
+        running=(*(draw for draw, _ in self._running.values()), *self._again),
         data=self._draws.state(),
+        failed_members=self.failed_members,
     )
 
   def explain(self) -> str:
@@ -187,16 +264,35 @@ class Controller:
     )
 
   async def _admit(self) -> None:
+    paused = False
     while True:
-      while self.ledger.admits() and self.ledger.running < self._max_running:
+      # First what was under way before a restart: it is admitted already, and
+      # `fifo` may wait for it.
+      while self._again and self._has_room():
+        self._start(self._again.popleft())
+      while self.ledger.admits() and self._has_room():
+        if self.ledger.ready >= self._max_ready:
+          self.ready_pauses += not paused
+          paused = True
+          break
+        paused = False
         draw = next(self._draws)
         self.ledger.admit()
         self._buffer.expect(draw.draw_index)
-        task = asyncio.create_task(self._group(draw, self.ledger.version))
-        task.add_done_callback(self._task_done)
-        self._running[draw.draw_index] = (draw, task)
-        self._observe('admit', draw.draw_index, version=self.ledger.version)
+        self._start(draw)
       await self._change()
+
+  def _start(self, draw: Draw) -> None:
+    task = asyncio.create_task(self._group(draw, self.ledger.version))
+    task.add_done_callback(self._task_done)
+    self._running[draw.draw_index] = (draw, task)
+    self._missing[draw.draw_index] = self._group_size
+    self._observe(
+        'admit',
+        draw.draw_index,
+        version=self.ledger.version,
+        attempt=draw.attempt,
+    )
 
   async def _group(self, draw: Draw, version: int) -> None:
     async with asyncio.TaskGroup() as members:
@@ -212,7 +308,7 @@ class Controller:
         failed=tuple(o for o in outcomes if not isinstance(o, Trajectory)),
         admitted_version=version,
     )
-    del self._running[draw.draw_index]
+    del self._running[draw.draw_index], self._missing[draw.draw_index]
     self._finish(group)
 
   async def _member(
@@ -222,6 +318,16 @@ class Controller:
       return await self._workflow(draw, sample, version)
     except MemberFailed as failure:
       return sample, str(failure)
+    finally:
+      missing = self._missing[draw.draw_index]
+      self._missing[draw.draw_index] = max(1, missing - 1)
+      if self._has_room():
+        self._wake()
+
+  def _has_room(self) -> bool:
+    """Whether one group more may be under way."""
+    missing = sum(self._missing.values())
+    return missing <= (self._max_running - 1) * self._group_size
 
   def _finish(self, group: Group) -> None:
     self.failed_members += len(group.failed)

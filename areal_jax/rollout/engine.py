@@ -189,14 +189,18 @@ class Engine:
     self._replicated = jax.sharding.NamedSharding(
         mesh, jax.sharding.PartitionSpec()
     )
-    abstract = jax.eval_shape(self._initial_state)
-    self._state_shardings = jax.tree.map(lambda _: self._replicated, abstract)
-    cache = rules.sharding(
-        ('layer', None, None, 'kv_heads', 'head'), abstract.keys.shape, mesh
+    self.state_shapes = jax.eval_shape(self._initial_state)
+    self.state_shardings = jax.tree.map(
+        lambda _: self._replicated, self.state_shapes
     )
-    self._state_shardings.keys = cache
-    self._state_shardings.values = cache
-    state, alone = self._state_shardings, self._replicated
+    cache = rules.sharding(
+        ('layer', None, None, 'kv_heads', 'head'),
+        self.state_shapes.keys.shape,
+        mesh,
+    )
+    self.state_shardings.keys = cache
+    self.state_shardings.values = cache
+    state, alone = self.state_shardings, self._replicated
     compiled = functools.partial(jax.jit, donate_argnames='state')
     self._init = jax.jit(self._initial_state, out_shardings=state)
     self._prefill = jax.jit(self._prefill_program)

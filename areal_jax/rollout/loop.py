@@ -18,6 +18,9 @@ What new weights do to requests in mid-sentence is the swap mode:
 
 A request admitted after weights were handed over never starts on older ones:
 while weights are pending nothing is admitted.
+
+Two loops may run one engine, each with a decode state and weights of its own:
+evaluation does so beside training, and nothing is compiled twice.
 """
 
 from __future__ import annotations
@@ -94,7 +97,10 @@ class EngineLoop:
     name: lane name of this replica, e.g. '0'.
     swap: what new weights do to running requests.
     events: where spans go.
-    dispatch_lock: held around device work where slices share devices.
+    dispatch_lock: held around device work where others work on the same
+      devices.
+    lane: the one lane that all spans go to; empty for one a kind, 'generate/0',
+      'prefill/0' and so on.
   """
 
   def __init__(
@@ -105,17 +111,20 @@ class EngineLoop:
       swap: SwapMode,
       events: EventLog,
       dispatch_lock: contextlib.AbstractContextManager | None = None,
+      lane: str = '',
   ):
     self.engine = engine
     self.name = name
+    self.lane = lane
     self.swap_mode = swap
     self.events = events
     self.counts = LoopCounts()
-    self._device = dispatch_lock or contextlib.nullcontext()
+    self.dispatch_lock = dispatch_lock or contextlib.nullcontext()
     self._wake = threading.Condition()
     # Guarded by _wake: what others hand in.
     self._queue: collections.deque[_Running] = collections.deque()
     self._pending: tuple[Weights, Callable[[int], None]] | None = None
+    self._forget = False
     self._newest = -1
     self._aborts: set[str] = set()
     self._stopping = False
@@ -171,6 +180,13 @@ class EngineLoop:
       self._pending = (Weights(version, params), swapped)
       self._wake.notify()
 
+  def forget_weights(self) -> None:
+    """Lets go of the weights as soon as nothing runs; requests then wait for
+    new ones, which may be of the same version."""
+    with self._wake:
+      self._forget = True
+      self._wake.notify()
+
   def stop(self) -> None:
     """Ends the thread after the dispatch that is under way."""
     with self._wake:
@@ -193,7 +209,7 @@ class EngineLoop:
   # The thread.
 
   def _run(self) -> None:
-    with self._device:
+    with self.dispatch_lock:
       self._state = self.engine.init_decode_state()
     while self._wait_for_work():
       self._give_up_aborted()
@@ -210,11 +226,12 @@ class EngineLoop:
         self._wake.wait_for(lambda: not self._idle())
         idle = time.monotonic() - start
         self.counts.idle_seconds += idle
-        self.events.record('idle', f'generate/{self.name}', start, idle)
+        self._record('idle', 'generate', start, idle)
       return not self._stopping
 
   def _idle(self) -> bool:
     work = self._pending or self._aborts or self._any_running()
+    work = work or (self._forget and self._weights)
     startable = self._queue and self._weights
     return not (self._stopping or work or startable)
 
@@ -235,7 +252,7 @@ class EngineLoop:
         if r is not None and r.request.request_id in aborts
     ]
     if slots:
-      with self._device:
+      with self.dispatch_lock:
         self._state = self.engine.release(self._state, slots)
     for slot in slots:
       waiting.append(self._slots[slot])
@@ -247,6 +264,9 @@ class EngineLoop:
     """Swaps, if weights wait and the swap mode lets them in now."""
     with self._wake:
       pending = self._pending
+      if self._forget and not self._any_running():
+        self._forget = False
+        self._weights = self._prefix = None
     if pending is None:
       return
     weights, swapped = pending
@@ -267,9 +287,9 @@ class EngineLoop:
     elif alive and self.swap_mode == 'restart':
       self._restart(alive)
     self.counts.swaps += 1
-    self.events.record(
+    self._record(
         'swap',
-        f'swap/{self.name}',
+        'swap',
         start,
         time.monotonic() - start,
         version=weights.version,
@@ -285,15 +305,15 @@ class EngineLoop:
         for s in slots
     ]
     start = time.monotonic()
-    with self._device:
+    with self.dispatch_lock:
       self._state = self.engine.rebuild(
           self._weights.params, self._state, slots, max(lengths)
       )
       jax.block_until_ready(self._state)
     self.counts.rebuilt_tokens += sum(lengths)
-    self.events.record(
+    self._record(
         'rebuild',
-        f'rebuild/{self.name}',
+        'rebuild',
         start,
         time.monotonic() - start,
         version=self._weights.version,
@@ -303,7 +323,7 @@ class EngineLoop:
     return sum(lengths)
 
   def _restart(self, slots: list[int]) -> None:
-    with self._device:
+    with self.dispatch_lock:
       self._state = self.engine.release(self._state, slots)
     for slot in reversed(slots):
       running = self._slots[slot]
@@ -330,7 +350,7 @@ class EngineLoop:
       slots, free = free[: len(members)], free[len(members) :]
       for slot, running in zip(slots, members):
         self._slots[slot] = running
-      with self._device:
+      with self.dispatch_lock:
         prefix = self._prefix_of(prompt)
         self._state = self.engine.insert_many(
             prefix, self._state, slots, [m.request for m in members]
@@ -342,7 +362,8 @@ class EngineLoop:
     if self._prefix and self._prefix[:2] == (version, prompt):
       return self._prefix[2]
     padded = self.engine.pad_prompt(prompt)
-    with self.events.span('prefill', f'prefill/{self.name}', version=version):
+    lane = self._lane_of('prefill')
+    with self.events.span('prefill', lane, version=version):
       prefix = self.engine.prefill(
           params=self._weights.params,
           padded_tokens=padded,
@@ -358,7 +379,7 @@ class EngineLoop:
       return
     version = self._weights.version
     start = time.monotonic()
-    with self._device:
+    with self.dispatch_lock:
       self._state, result = self.engine.generate_steps(
           self._weights.params, self._state, self.engine.settings.steps
       )
@@ -367,9 +388,9 @@ class EngineLoop:
     self.counts.tokens += tokens
     self.counts.busy_slot_steps += tokens
     self.counts.steps += int(result.steps)
-    self.events.record(
+    self._record(
         'generate',
-        f'generate/{self.name}',
+        'generate',
         start,
         time.monotonic() - start,
         version=version,
@@ -408,6 +429,14 @@ class EngineLoop:
         stop_id=stop_id,
         weight_source=f'engine/{self.name}',
     )
+
+  def _lane_of(self, part: str) -> str:
+    return self.lane or f'{part}/{self.name}'
+
+  def _record(
+      self, kind: str, part: str, start: float, duration: float, **about: Any
+  ) -> None:
+    self.events.record(kind, self._lane_of(part), start, duration, **about)
 
   def _ended(self, thread: concurrent.futures.Future) -> None:
     """Tells everyone who still waits that nobody will answer."""

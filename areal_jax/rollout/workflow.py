@@ -30,7 +30,15 @@ Score = Callable[[Draw, str], Awaitable[RewardResult]]
 
 
 class MemberFailed(Exception):
-  """This sample has no score; the group goes on without it."""
+  """This sample has no score; the group goes on without it.
+
+  `trajectory` is the answer with the status of its reward, None if there was
+  no answer either.
+  """
+
+  def __init__(self, reason: str, trajectory: Trajectory | None = None):
+    super().__init__(reason)
+    self.trajectory = trajectory
 
 
 class Workflow(Protocol):
@@ -83,9 +91,7 @@ class SingleTurn:
     if completion.stop_reason in (StopReason.ABORTED, StopReason.ERROR):
       raise MemberFailed(f'generation {completion.stop_reason.value}')
     reward = await self.score(draw, self.decode(answer_of(completion)))
-    if reward.status is not RewardStatus.OK:
-      raise MemberFailed(f'reward {reward.status.value}: {reward.detail}')
-    return trajectory(
+    scored = trajectory(
         draw,
         sample,
         prompt,
@@ -99,6 +105,11 @@ class SingleTurn:
             'scored': self.clock(),
         },
     )
+    if reward.status is not RewardStatus.OK:
+      raise MemberFailed(
+          f'reward {reward.status.value}: {reward.detail}', scored
+      )
+    return scored
 
 
 def answer_of(completion: Completion) -> np.ndarray:

@@ -6,7 +6,8 @@ and a short lock; a thread of the log writes to the file each second, or sooner
 when much is waiting, so no loop ever waits for a disk. Running totals are kept
 beside it: the summary of a run needs no second look at the file. If the file
 cannot be written any more (a full disk), the next event raises that error: a
-run does not go on unrecorded.
+run does not go on unrecorded. The file may have a limit in bytes; its last row
+then says that the limit was met, and from there on only totals are kept.
 
 One row of `events.jsonl` has these keys, always all of them:
 
@@ -33,10 +34,11 @@ from collections.abc import Callable
 import contextvars
 import itertools
 import math
+import os
 import pathlib
 import threading
 import time
-from typing import Any
+from typing import Any, BinaryIO
 
 from areal_jax.telemetry import jsonl
 
@@ -51,11 +53,14 @@ LANES = (
     'train',
     'publish',
     'evaluate',
+    'checkpoint',
 )
 
 _FLUSH_SECONDS = 1.0
 _FLUSH_ROWS = 1000  # about 250 kB
 _KEPT_DURATIONS = 10_000  # a kind, for percentiles
+FULL = 'limit met'  # kind of the last row of a file that met its limit
+_ROOM_FOR_NOTE = 512  # bytes that the row of that kind will not exceed
 
 # The log and the id of the span that is open in this thread or coroutine.
 _OPEN: contextvars.ContextVar[tuple[EventLog, int] | None] = (
@@ -71,22 +76,33 @@ class EventLog:
 
   Args:
     path: the file, created or continued; None keeps totals only.
+    limit_bytes: size that the file will not exceed, None for no limit. A file
+      that is continued keeps it.
     attempt: which start of the run this is, from 0.
     process: index of this process.
     monotonic: clock of starts and durations, in seconds.
     wall: clock of dates, in seconds since 1970.
+
+  Raises:
+    ValueError: a limit too small for the row that reports it.
   """
 
   def __init__(
       self,
       path: pathlib.Path | None,
       *,
+      limit_bytes: int | None = None,
       attempt: int = 0,
       process: int = 0,
       monotonic: Callable[[], float] = time.monotonic,
       wall: Callable[[], float] = time.time,
   ):
+    if limit_bytes is not None and limit_bytes < _ROOM_FOR_NOTE:
+      raise ValueError(
+          f'limit_bytes is {limit_bytes}, wanted at least {_ROOM_FOR_NOTE}'
+      )
     self._path = path
+    self._limit = limit_bytes
     self._attempt = attempt
     self._process = process
     self._monotonic = monotonic
@@ -95,15 +111,17 @@ class EventLog:
     self._lock = threading.Lock()  # over waiting rows and totals, held briefly
     self._seconds: dict[tuple[str, str], float] = collections.defaultdict(float)
     self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    self._durations: dict[str, collections.deque[float]] = (
+    self._durations: dict[str, collections.deque[tuple[str, float]]] = (
         collections.defaultdict(
             lambda: collections.deque(maxlen=_KEPT_DURATIONS)
         )
     )
     self._waiting: list[str] = []
+    self._lost = 0
     self._failure: OSError | None = None
     self._file_lock = threading.Lock()  # over the file, held while writing
     self._file = None if path is None else jsonl.open_to_append(path)
+    self._size, self._full = _already_written(self._file)
     self._wake = threading.Event()
     self._closing = False
     self._writer = None
@@ -203,10 +221,26 @@ class EventLog:
     with self._lock:
       return _total(self._counts, kind, lane)
 
-  def durations(self, kind: str) -> list[float]:
-    """Seconds of each of the last 10,000 spans of a kind, oldest first."""
+  def durations(self, kind: str, lane: str | None = None) -> list[float]:
+    """Seconds of each of the last 10,000 spans of a kind, oldest first; of them
+    those in one lane, or all."""
     with self._lock:
-      return list(self._durations.get(kind, ()))
+      return [
+          seconds
+          for of, seconds in self._durations.get(kind, ())
+          if lane in (None, of)
+      ]
+
+  @property
+  def lost(self) -> int:
+    """Events that the limit of the file left no room for; totals hold them."""
+    with self._lock:
+      return self._lost
+
+  def offset(self) -> int:
+    """Bytes that the file will have when all events so far are written."""
+    with self._lock:
+      return self._size
 
   def flush(self) -> None:
     """Writes what is waiting to the file.
@@ -267,32 +301,18 @@ class EventLog:
   ) -> int:  # fmt: skip
     """Encodes one event outside of the lock, then appends and totals it."""
     row = None
-    if self._file is not None:
-      row = jsonl.line(
-          {
-              'mono': start,
-              'wall': self._wall() - (self._monotonic() - start),
-              'attempt': self._attempt,
-              'process': self._process,
-              'lane': lane,
-              'kind': kind,
-              'span': identity,
-              'parent': parent,
-              'duration': duration,
-              'version': version,
-              'draw_index': draw_index,
-              'slot': slot,
-              'reason': reason,
-              'fields': fields,
-          }
-      )
+    if self._file is not None and not self._full:
+      row = self._row(
+          identity, kind, lane, start, duration, parent,
+          version, draw_index, slot, reason, fields,
+      )  # fmt: skip
     with self._lock:
       self._counts[kind, lane] += 1
       if duration is not None:
         self._seconds[kind, lane] += duration
-        self._durations[kind].append(duration)
-      if row is not None and not self._closing:
-        self._waiting.append(row)
+        self._durations[kind].append((lane, duration))
+      if self._file is not None and not self._closing:
+        self._keep(row)
       full = len(self._waiting) >= _FLUSH_ROWS
       failure = None if self._closing else self._failure
     if failure is not None:
@@ -300,6 +320,48 @@ class EventLog:
     if full:
       self._wake.set()
     return identity
+
+  def _row(
+      self, identity, kind, lane, start, duration, parent,
+      version, draw_index, slot, reason, fields,
+  ) -> str:  # fmt: skip
+    return jsonl.line(
+        {
+            'mono': start,
+            'wall': self._wall() - (self._monotonic() - start),
+            'attempt': self._attempt,
+            'process': self._process,
+            'lane': lane,
+            'kind': kind,
+            'span': identity,
+            'parent': parent,
+            'duration': duration,
+            'version': version,
+            'draw_index': draw_index,
+            'slot': slot,
+            'reason': reason,
+            'fields': fields,
+        }
+    )
+
+  def _keep(self, row: str | None) -> None:
+    """Puts a row (ASCII) in line for the file; called with the lock held."""
+    room = math.inf if self._limit is None else self._limit - self._size
+    # Room for the note stays free, so that the note itself always fits.
+    if row is not None and not self._full and len(row) + _ROOM_FOR_NOTE <= room:
+      self._waiting.append(row)
+      self._size += len(row)
+      return
+    self._lost += 1
+    if not self._full:
+      self._full = True
+      note = self._row(
+          next(self._ids), FULL, 'data', self._monotonic(), None, None,
+          None, None, None, 'later events lost', {'limit_bytes': self._limit},
+      )  # fmt: skip
+      if len(note) <= room:
+        self._waiting.append(note)
+        self._size += len(note)
 
   def _write_loop(self) -> None:
     """Flushes each second, when woken, and once more at the end."""
@@ -348,6 +410,16 @@ class Span:
         self._identity, *self._what, self._start, duration, self._parent,
         *self._about, self._reason, self._fields,
     )  # fmt: skip
+
+
+def _already_written(file: BinaryIO | None) -> tuple[int, bool]:
+  """Bytes of a log that is continued, and whether it met its limit."""
+  if file is None:
+    return 0, False
+  size = file.seek(0, os.SEEK_END)
+  file.seek(max(0, size - _ROOM_FOR_NOTE))
+  last = file.read(_ROOM_FOR_NOTE).decode(errors='replace').splitlines()[-1:]
+  return size, any(f'"kind":"{FULL}"' in line for line in last)
 
 
 def _total(totals, kind: str, lane: str | None):

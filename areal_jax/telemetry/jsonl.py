@@ -81,6 +81,22 @@ def open_to_append(path: pathlib.Path) -> BinaryIO:
   return file
 
 
+def cut(path: pathlib.Path, length: int) -> bool:
+  """Takes away what a log holds beyond `length` bytes.
+
+  Returns:
+    False where it is not even that long, or is not there.
+  """
+  try:
+    with open(path, 'r+b') as file:
+      size = file.seek(0, 2)
+      if size > length:
+        file.truncate(length)
+      return size >= length
+  except FileNotFoundError:
+    return length == 0
+
+
 def iterate_jsonl(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
   """Yields the rows of a log; an unfinished last line is left out.
 

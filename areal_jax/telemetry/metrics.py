@@ -15,6 +15,7 @@ import math
 import numbers
 import os
 import pathlib
+import re
 import time
 from typing import Any
 
@@ -51,10 +52,59 @@ _LEARNING = (
     Metric(
         'eval_accuracy',
         'share',
-        'Share of held-out problems answered rightly by the version in the'
-        ' row; only in rows of an evaluation.',
+        'pass@1 of the version in the row: mean over held-out problems of the'
+        ' share of their answers that is right. It and the others of its kind'
+        ' stand only in rows of an evaluation.',
         0.0,
         1.0,
+    ),
+    Metric(
+        'eval_standard_error',
+        'share',
+        'Standard error of eval_accuracy over the problems.',
+        0.0,
+    ),
+    Metric(
+        'eval_score_mean',
+        'reward',
+        'Mean score of the evaluated answers, problems weighing the same.',
+    ),
+    Metric(
+        'eval_pass_at_k',
+        'share',
+        'Chance that one of k answers to a held-out problem is right, unbiased'
+        ' from all n; k is a number, as in eval_pass_at_8.',
+        0.0,
+        1.0,
+    ),
+    Metric(
+        'eval_maj_at_k',
+        'share',
+        'Chance that what most of k answers to a held-out problem say is'
+        ' right; k is a number.',
+        0.0,
+        1.0,
+    ),
+    Metric(
+        'eval_length_mean',
+        'tokens',
+        'Mean number of sampled tokens an evaluated answer.',
+        1.0,
+    ),
+    Metric(
+        'eval_truncated_fraction',
+        'share',
+        'Share of evaluated answers that met the limit of new tokens.',
+        0.0,
+        0.2,
+    ),
+    Metric(
+        'eval_failed',
+        'answers',
+        'Evaluated answers that count nowhere, because generation or the'
+        ' verifier failed.',
+        0.0,
+        0.0,
     ),
     Metric(
         'loss',
@@ -130,6 +180,8 @@ _LEARNING = (
     ),
 )
 
+_AGES = ((0, '0'), (1, '1'), (2, '2'), (3, '3 or more'))
+
 _OFF_POLICY = (
     Metric(
         'staleness_mean',
@@ -190,6 +242,27 @@ _OFF_POLICY = (
         ' over all trained tokens, stale ones included.',
         0.0,
         0.5,
+    ),
+    *(
+        Metric(
+            f'staleness_{age}_fraction',
+            'share',
+            f'Share of the trained tokens whose staleness is {words}.',
+            0.0,
+            1.0,
+        )
+        for age, words in _AGES
+    ),
+    *(
+        Metric(
+            f'logprob_gap_staleness_{age}',
+            'nats',
+            'Mean absolute difference between the log-probs of engine and'
+            f' trainer over trained tokens whose staleness is {words}.',
+            0.0,
+            0.5 if age else 1e-5,
+        )
+        for age, words in _AGES
     ),
     Metric(
         'effective_sample_size',
@@ -365,11 +438,16 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
 METRICS: Mapping[str, Metric] = {
     metric.name: metric for group in GROUPS.values() for metric in group
 }
-_TAGS = {
-    metric.name: f'{group}/{metric.name}'
+_GROUP_OF = {
+    metric.name: group
     for group, members in GROUPS.items()
     for metric in members
 }
+
+
+def registered(name: str) -> str:
+  """The name under which a metric is explained: of 'a_at_8' it is 'a_at_k'."""
+  return re.sub(r'_at_[1-9]\d*$', '_at_k', name)
 
 
 class MetricWriter:
@@ -381,6 +459,8 @@ class MetricWriter:
 
   Args:
     folder: folder of the run; a file there is continued.
+    after: last step of an earlier attempt that this one goes on from;
+      TensorBoard then shows none of the later steps of that attempt.
     wall: clock of dates, in seconds since 1970.
   """
 
@@ -388,13 +468,16 @@ class MetricWriter:
       self,
       folder: str | os.PathLike,
       *,
+      after: int | None = None,
       wall: Callable[[], float] = time.time,
   ):
     folder = pathlib.Path(folder)
     self._wall = wall
     self._file = jsonl.open_to_append(folder / run_folder.METRICS)
     self._board = tensorboardX.SummaryWriter(
-        str(folder / run_folder.TENSORBOARD), flush_secs=5
+        str(folder / run_folder.TENSORBOARD),
+        flush_secs=5,
+        purge_step=None if after is None else after + 1,
     )
 
   def write(self, step: int, version: int, values: Mapping[str, Any]) -> None:
@@ -409,7 +492,7 @@ class MetricWriter:
       ValueError: a name that is not in `METRICS`.
       TypeError: a value that is not one number.
     """
-    unknown = sorted(set(values) - set(METRICS))
+    unknown = sorted(name for name in values if registered(name) not in METRICS)
     if unknown:
       raise ValueError(
           f'metrics {unknown} are not registered, wanted names of METRICS in'
@@ -426,7 +509,12 @@ class MetricWriter:
     self._file.flush()
     for name, value in known.items():
       # NaN is a value there: TensorBoard marks the place with a triangle.
-      self._board.add_scalar(_TAGS[name], value, step, walltime=wall)
+      group = _GROUP_OF[registered(name)]
+      self._board.add_scalar(f'{group}/{name}', value, step, walltime=wall)
+
+  def offset(self) -> int:
+    """Bytes of metrics.jsonl."""
+    return self._file.seek(0, os.SEEK_END)
 
   def close(self) -> None:
     """Writes what is waiting and closes the files. Again does nothing."""

@@ -24,9 +24,17 @@ METRICS = 'metrics.jsonl'  # a row a step; `telemetry.metrics`
 EVENTS = 'events.jsonl'  # `telemetry.events`
 TRACE = 'trace.json'  # the same for Perfetto; `telemetry.trace`
 SAMPLES = 'samples.jsonl'  # `telemetry.samples`
+EVALUATIONS = 'evaluations.jsonl'  # a row an evaluated answer
 CURVES = 'curves.png'  # `telemetry.plots`
 SUMMARY = 'summary.json'
 TENSORBOARD = 'tensorboard'  # a folder of event files
+TOKENIZER = 'tokenizer.model'  # the sentencepiece model, or instead of it
+TOKENIZER_FILES = 'tokenizer'  # the files of a Hugging Face tokenizer
+WARM_START = 'warm_start'  # the policy that reinforcement learning starts from
+POLICY = 'policy'  # the trained policy, in the Hugging Face layout
+BEST = 'best'  # the one whose metric was highest; `CheckpointSettings`
+CHECKPOINTS = 'checkpoints'  # `train.checkpoint`
+PROFILE = 'profile'  # `telemetry.profiling`
 
 
 def new_run_folder(root: str | os.PathLike, name: str) -> pathlib.Path:

@@ -1,23 +1,25 @@
-"""Answers as they were trained, for people to read: `samples.jsonl`.
+"""Answers for people to read: `samples.jsonl` and `evaluations.jsonl`.
 
-One row an answer, with the version and log-probability of every sampled token.
-The file has a limit in bytes, because a long run would otherwise fill a disk;
-its last row says when the limit was met. It is no replay log.
+As they were trained, one row an answer, with id, version and log-probability of
+every sampled token; and as they were evaluated. The files have a limit in
+bytes, because a long run would otherwise fill a disk; the last row says when
+the limit was met. They are no replay log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import os
 import pathlib
+from typing import Any
 
 import numpy as np
 
 from areal_jax.telemetry import jsonl
 
 
-class SampleWriter:
-  """Appends samples up to a limit; owned by one thread.
+class LimitedLog:
+  """Appends rows to a log up to a limit; owned by one thread.
 
   A file that an earlier attempt of the run left is continued, under the same
   limit.
@@ -31,7 +33,7 @@ class SampleWriter:
   """
 
   def __init__(self, path: str | os.PathLike, limit_bytes: int):
-    note = {'limit_bytes': limit_bytes, 'note': 'limit met, later samples lost'}
+    note = {'limit_bytes': limit_bytes, 'note': 'limit met, later rows lost'}
     self._note = jsonl.line(note).encode()
     if limit_bytes < len(self._note):
       raise ValueError(
@@ -42,12 +44,52 @@ class SampleWriter:
     self._size = self._file.seek(0, os.SEEK_END)
     self._full = self._ends_with_note()
 
+  def append(self, row: Mapping[str, Any]) -> bool:
+    """Appends a row; returns False where the limit left no room for it."""
+    if self._full:
+      return False
+    line = jsonl.line(row).encode()
+    # Room for the note stays free, so that the note itself always fits.
+    if self._size + len(line) + len(self._note) > self._limit:
+      if self._size + len(self._note) <= self._limit:
+        self._append(self._note)
+      self._full = True
+      return False
+    self._append(line)
+    return True
+
+  def flush(self) -> None:
+    """Hands what was written to the operating system."""
+    self._file.flush()
+
+  def offset(self) -> int:
+    """Bytes of the file, those included that no flush has written yet."""
+    return self._size
+
+  def close(self) -> None:
+    """Closes the file. A second call does nothing."""
+    self._file.close()
+
+  def _append(self, line: bytes) -> None:
+    self._file.write(line)
+    self._size += len(line)
+
+  def _ends_with_note(self) -> bool:
+    """Whether an earlier attempt met the limit in this file."""
+    self._file.seek(max(0, self._size - len(self._note)))
+    return self._file.read() == self._note
+
+
+class SampleWriter(LimitedLog):
+  """Appends samples to a `LimitedLog`."""
+
   def write(
       self,
       *,
       prompt: str,
       completion: str,
       reward: float | None,
+      ids: Sequence[int] | np.ndarray,
       versions: Sequence[int] | np.ndarray,
       logps: Sequence[float] | np.ndarray,
       step: int,
@@ -61,6 +103,7 @@ class SampleWriter:
       prompt: text as the model saw it.
       completion: text that it sampled.
       reward: score, None where scoring gave none.
+      ids: [T] int, the sampled tokens, special ones included.
       versions: [T] int, of the weights that sampled each token.
       logps: [T] nats, of the distribution sampled from; written with as many
         digits as float32 needs to be read back in bits.
@@ -70,18 +113,20 @@ class SampleWriter:
       stop_reason: why it ended (a `types.StopReason` or its text).
 
     Raises:
-      ValueError: versions and log-probs differ in length.
+      ValueError: ids, versions and log-probs differ in length.
     """
+    ids = np.asarray(ids, np.int64)
     versions = np.asarray(versions, np.int64)
     logps = np.asarray(logps, np.float32)
-    if versions.shape != logps.shape or versions.ndim != 1:
+    if not ids.shape == versions.shape == logps.shape or ids.ndim != 1:
       raise ValueError(
-          f'sample {draw_index}/{sample} has versions {versions.shape} and'
-          f' logps {logps.shape}, wanted one of each a token'
+          f'sample {draw_index}/{sample} has ids {ids.shape}, versions'
+          f' {versions.shape} and logps {logps.shape}, wanted one of each a'
+          ' token'
       )
     if self._full:
       return False
-    row = jsonl.line(
+    return self.append(
         {
             'step': step,
             'draw_index': draw_index,
@@ -90,32 +135,8 @@ class SampleWriter:
             'completion': completion,
             'reward': reward,
             'stop_reason': stop_reason,
+            'ids': ids,
             'versions': versions,
             'logps': [float(str(logp)) for logp in logps],
         }
-    ).encode()
-    # Room for the note stays free, so that the note itself always fits.
-    if self._size + len(row) + len(self._note) > self._limit:
-      if self._size + len(self._note) <= self._limit:
-        self._append(self._note)
-      self._full = True
-      return False
-    self._append(row)
-    return True
-
-  def flush(self) -> None:
-    """Hands what was written to the operating system."""
-    self._file.flush()
-
-  def close(self) -> None:
-    """Closes the file. A second call does nothing."""
-    self._file.close()
-
-  def _append(self, row: bytes) -> None:
-    self._file.write(row)
-    self._size += len(row)
-
-  def _ends_with_note(self) -> bool:
-    """Whether an earlier attempt met the limit in this file."""
-    self._file.seek(max(0, self._size - len(self._note)))
-    return self._file.read() == self._note
+    )

@@ -77,7 +77,7 @@ def _trace(rows: Iterable[dict[str, Any]]) -> tuple[list[dict], list[dict]]:
     attempt, process = place
     metadata.append(_name('process', pid, 0, f'process {process}', attempt))
     tid = 0
-    for lane in sorted(marks[place], key=_lane_order):
+    for lane in sorted(marks[place], key=lane_order):
       for number, row in enumerate(_rows_that_nest(marks[place][lane]), 1):
         tid += 1
         name = lane if number == 1 else f'{lane} ({number})'
@@ -212,8 +212,8 @@ def _name(what: str, pid: int, tid: int, name: str, attempt: int = 0):
   }  # fmt: skip
 
 
-def _lane_order(lane: str) -> tuple[int, str, int, str]:
-  """Lanes as the prompt walks, 'generate/2' before 'generate/10'."""
+def lane_order(lane: str) -> tuple[int, str, int, str]:
+  """Sorts lanes as the prompt walks, 'generate/2' before 'generate/10'."""
   base, _, replica = lane.partition('/')
   walk = LANES.index(base) if base in LANES else len(LANES)
   return walk, base, int(replica) if replica.isdigit() else -1, replica

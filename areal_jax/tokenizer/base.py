@@ -2,7 +2,8 @@
 
 A tokenizer turns text into ids and back and knows its special ids. It never
 adds a special token by itself: `render_prompt` is the one place where BOS is
-put in front, so that it is put there once. Chat templates are not here yet.
+put in front of a text, so that it is put there once. In a chat the template has
+the say over all special tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Protocol, Sequence
 
 from areal_jax.config import ConfigError
+from areal_jax.tokenizer.chat_template import ChatTemplate
 from areal_jax.types import Message
 
 
@@ -29,6 +31,9 @@ class Tokenizer(Protocol):
   def encode(self, text: str) -> list[int]:
     """Ids of the text alone, without special tokens."""
 
+  def encode_chat(self, text: str) -> list[int]:
+    """Ids of a rendered chat; special tokens spelt out in it are theirs."""
+
   def decode(self, ids: Sequence[int]) -> str:
     """Text of the ids; special tokens decode to nothing."""
 
@@ -38,28 +43,33 @@ def render_prompt(
     prompt: str | tuple[Message, ...],
     *,
     add_bos: bool,
+    chat: ChatTemplate | None = None,
 ) -> list[int]:
   """Token ids of a prompt, from which an engine goes on.
 
   Args:
     tokenizer: the one that the policy was trained with.
-    prompt: plain text; the messages of a chat are refused.
-    add_bos: whether the policy wants BOS in front of every prompt.
+    prompt: a plain text, which stays as it is, or the messages of a chat.
+    add_bos: whether the policy wants BOS in front of a plain text. That of a
+      chat is in its template.
+    chat: renders messages.
 
   Raises:
-    ConfigError: a chat prompt, `add_bos` without a BOS id, or no token at all.
+    ConfigError: messages without a template or which it refuses, `add_bos`
+      without a BOS id, or no token at all.
   """
   if not isinstance(prompt, str):
-    raise ConfigError(
-        f'prompt is {len(prompt)} chat messages, wanted a text: this tokenizer'
-        ' has no chat template'
-    )
-  front = []
-  if add_bos:
-    if tokenizer.bos_id is None:
+    if chat is None:
+      raise ConfigError(
+          f'prompt is {len(prompt)} chat messages, wanted a text: this'
+          ' tokenizer has no chat template'
+      )
+    ids = tokenizer.encode_chat(chat.render(prompt))
+  else:
+    if add_bos and tokenizer.bos_id is None:
       raise ConfigError('add_bos is True, but the tokenizer has no BOS id')
-    front = [tokenizer.bos_id]
-  ids = front + list(tokenizer.encode(prompt))
+    front = [tokenizer.bos_id] if add_bos else []
+    ids = front + list(tokenizer.encode(prompt))
   if not ids:
     raise ConfigError(f'prompt is {prompt!r}, wanted at least one token')
   return ids

@@ -25,6 +25,10 @@ class ByteTokenizer:
     """Ids of the UTF-8 bytes of the text."""
     return [byte + _SPECIAL for byte in text.encode('utf-8')]
 
+  def encode_chat(self, text: str) -> list[int]:
+    """Ids of a rendered chat, which can spell no special token."""
+    return self.encode(text)
+
   def decode(self, ids: Sequence[int]) -> str:
     """Text of the ids; bytes that are no UTF-8 become U+FFFD.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import os
 import pathlib
+import re
 from typing import Iterable, Literal, Sequence
 
 import sentencepiece
@@ -53,10 +54,26 @@ class SentencePieceTokenizer:
     self.eos_ids = (eos,) if eos >= 0 else ()
     # Llama's models have no padding id. Padding is masked, so any id serves.
     self.pad_id = pad if pad >= 0 else 0
+    # What a text cannot spell: sentencepiece reads '<s>' as three characters.
+    self._controls = {
+        processor.IdToPiece(i): i
+        for i in range(self.vocab_size)
+        if processor.IsControl(i)
+    }
+    texts = '|'.join(map(re.escape, self._controls))
+    self._special = re.compile(f'({texts})') if texts else None
 
   def encode(self, text: str) -> list[int]:
     """Ids of the text alone, without special tokens."""
     return self._processor.EncodeAsIds(text)
+
+  def encode_chat(self, text: str) -> list[int]:
+    """Ids of a rendered chat: '<s>' and the like in it become their ids."""
+    ids = []
+    for piece in self._special.split(text) if self._special else [text]:
+      special = self._controls.get(piece)
+      ids += self.encode(piece) if special is None else [special]
+    return ids
 
   def decode(self, ids: Sequence[int]) -> str:
     """Text of the ids; special tokens decode to nothing."""

@@ -49,14 +49,22 @@ class OptimizerSettings:
 
   def validate(self, at: str) -> None:
     for name, right, wanted in (
-        ('learning_rate', 0 <= self.learning_rate < np.inf, 'at least 0'),
+        (
+            'learning_rate',
+            0 <= self.learning_rate < np.inf,
+            'at least 0 and finite',
+        ),
         ('warmup_steps', self.warmup_steps >= 0, 'at least 0'),
         ('total_steps', self.total_steps >= 1, 'at least 1'),
         ('final_fraction', 0 <= self.final_fraction <= 1, 'in [0, 1]'),
         ('beta1', 0 <= self.beta1 < 1, 'in [0, 1)'),
         ('beta2', 0 <= self.beta2 < 1, 'in [0, 1)'),
-        ('epsilon', self.epsilon > 0, 'above 0'),
-        ('weight_decay', self.weight_decay >= 0, 'at least 0'),
+        ('epsilon', 0 < self.epsilon < np.inf, 'above 0 and finite'),
+        (
+            'weight_decay',
+            0 <= self.weight_decay < np.inf,
+            'at least 0 and finite',
+        ),
         ('gradient_clip', self.gradient_clip > 0, 'above 0'),
     ):
       require(right, f'{at}.{name}', getattr(self, name), wanted)

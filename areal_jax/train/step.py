@@ -48,6 +48,10 @@ from areal_jax.types import Microbatch
 PyTree = Any
 Batch = Mapping[str, Array]
 
+# Ages, in versions, at which the gap between engine and trainer is told apart;
+# the last one stands for all above it too.
+GAP_AGES = (0, 1, 2, 3)
+
 
 class NonFiniteError(FloatingPointError):
   """Too many updates in a row were skipped for a gradient without a value."""
@@ -122,6 +126,11 @@ def policy_objective(settings: policy.PolicyLoss) -> Objective:
         fresh=mask * (batch['versions'] == batch['version']),
     )
     gap = jnp.abs(scores.proximal_logps - batch['behavior_logps'])
+    age = jnp.clip(batch['version'] - batch['versions'], 0, GAP_AGES[-1])
+    for bucket in GAP_AGES:
+      of_age = mask * (age == bucket)
+      stats[f'age_{bucket}_tokens_sum'] = masking.masked_count(of_age)
+      stats[f'age_{bucket}_gap_sum'] = masking.masked_sum(gap, of_age)
     return loss, {**stats, 'gap_sum': masking.masked_sum(gap, mask)}
 
   return objective

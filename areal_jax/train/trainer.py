@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
+import jax
 from jax.sharding import Mesh
 import numpy as np
 
@@ -29,7 +30,12 @@ from areal_jax.train import packing
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.state import TrainState
-from areal_jax.train.step import Outcome, TrainStep, policy_objective
+from areal_jax.train.step import (
+    GAP_AGES,
+    Outcome,
+    TrainStep,
+    policy_objective,
+)
 from areal_jax.types import (
     Group,
     Microbatch,
@@ -96,7 +102,7 @@ class Trainer:
       the arrays must not be used again by the caller.
 
   Attributes:
-    state: the train state; assign one (on `state_shardings`) to resume.
+    state: the train state; `restore` takes a saved one over.
   """
 
   def __init__(
@@ -138,6 +144,25 @@ class Trainer:
   def state_shardings(self) -> TrainState:
     """Where the parts of the state live, to place a loaded one."""
     return self._step.state_shardings()
+
+  def restore(self, load: Callable[[TrainState], TrainState]) -> None:
+    """Takes over a saved state.
+
+    Args:
+      load: returns it, given what it has to be: a state of
+        `jax.ShapeDtypeStruct` with shardings, and the version of this one. By
+        then the arrays of this one are gone, so that memory holds one state.
+    """
+    arrays = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        (self.state.roles, self.state.counters),
+        (self.state_shardings().roles, self.state_shardings().counters),
+    )
+    for leaf in jax.tree.leaves((self.state.roles, self.state.counters)):
+      leaf.delete()
+    self.state = load(TrainState(*arrays, version=self.version))
 
   def warm_up(self) -> None:
     """Compiles whatever a step will run."""
@@ -297,6 +322,12 @@ def summarize(
       'logprob_gap_mean': stats['gap_sum'] / count,
       'trained_tokens': stats['tokens_sum'],
   }
+  for age in GAP_AGES:
+    tokens_of_age = stats[f'age_{age}_tokens_sum']
+    values[f'staleness_{age}_fraction'] = tokens_of_age / count
+    if tokens_of_age:
+      gap = stats[f'age_{age}_gap_sum'] / tokens_of_age
+      values[f'logprob_gap_staleness_{age}'] = gap
   if squares:
     values['effective_sample_size'] = weights**2 / (count * squares)
   if stats['fresh_tokens_sum']:

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies
 import pytest
 
 from areal_jax.config import ConfigError
-from areal_jax.data.stream import ProblemStream
+from areal_jax.data.stream import Part, ProblemStream
 from areal_jax.types import Problem, Purpose
 
 
@@ -89,3 +89,113 @@ def test_problems_must_be_there_and_differ():
     ProblemStream([], seed=0)
   with pytest.raises(ConfigError, match=r"problem ids is \['p0'\]"):
     ProblemStream(problems(2) + problems(1), seed=0)
+
+
+MIXTURE = (Part('easy', 10, 3.0), Part('hard', 25, 1.0))
+
+
+def mixture(seed: int = 3) -> ProblemStream:
+  return ProblemStream(problems(35), seed=seed, parts=MIXTURE)
+
+
+def test_sources_are_drawn_by_their_weights():
+  draws = list(itertools.islice(mixture(), 120))
+  easy = [int(d.problem.id[1:]) < 10 for d in draws]
+  for n in range(1, 121):  # evenly spread, not only in the end
+    assert abs(sum(easy[:n]) - 0.75 * n) <= 1
+  # Each source has epochs of its own: 9 of 10 problems, 1 of 25.
+  of_easy = [d for d, is_easy in zip(draws, easy) if is_easy]
+  for epoch in range(9):
+    drawn = of_easy[10 * epoch : 10 * (epoch + 1)]
+    assert {d.epoch for d in drawn} == {epoch}
+    assert sorted(d.problem.id for d in drawn) == [f'p{i}' for i in range(10)]
+  of_hard = [d for d, is_easy in zip(draws, easy) if not is_easy]
+  assert sorted(d.problem.id for d in of_hard[:25]) == sorted(
+      f'p{i}' for i in range(10, 35)
+  )
+  assert [d.epoch for d in of_hard] == [0] * 25 + [1] * 5
+
+
+@pytest.mark.parametrize('taken', [0, 1, 50])
+def test_state_of_a_mixture_says_where_each_source_is(taken):
+  first = mixture()
+  drawn = ids(first, taken)
+  state = json.loads(json.dumps(first.state()))
+  easy = sum(int(i[1:]) < 10 for i in drawn)
+  assert state['positions'] == [easy, taken - easy]
+  second = mixture()
+  second.restore(state)
+  assert list(itertools.islice(second, 60)) == list(itertools.islice(first, 60))
+  assert second.state() == first.state()
+
+
+def test_adding_a_source_leaves_the_order_of_the_first():
+  alone = ProblemStream(problems(10), seed=3)
+  both = [i for i in ids(mixture(), 20) if int(i[1:]) < 10]
+  assert both == ids(alone, len(both))
+
+
+@pytest.mark.parametrize('count', [1, 2, 3])
+def test_hosts_together_make_every_draw_once(count):
+  whole = list(itertools.islice(mixture(), 60))
+  hosts = [mixture().shard(index, count) for index in range(count)]
+  drawn = [list(itertools.islice(host, 60 // count)) for host in hosts]
+  assert (
+      sorted(
+          (d for of_host in drawn for d in of_host), key=lambda d: d.draw_index
+      )
+      == whole
+  )
+
+
+def test_host_resumes_among_the_others():
+  first = mixture().shard(1, 3)
+  ids(first, 11)
+  state = json.loads(json.dumps(first.state()))
+  second = mixture().shard(1, 3)
+  second.restore(state)
+  assert next(second) == next(first)
+  assert next(second).draw_index == 1 + 3 * 12
+  for other in (mixture(), mixture().shard(2, 3), mixture().shard(1, 2)):
+    with pytest.raises(ConfigError, match=r'shard of the saved .* is \[1, 3\]'):
+      other.restore(state)
+
+
+@pytest.mark.parametrize(
+    'index, count, message',
+    [
+        (0, 0, 'shard count is 0, wanted at least 1'),
+        (2, 2, 'shard index is 2, wanted 0..1'),
+        (-1, 2, 'shard index is -1'),
+    ],
+)
+def test_host_that_does_not_exist_is_refused(index, count, message):
+  with pytest.raises(ConfigError, match=message):
+    mixture().shard(index, count)
+
+
+def test_stream_that_was_drawn_from_is_not_shared_out():
+  stream = mixture()
+  next(stream)
+  with pytest.raises(ConfigError, match='next draw of a stream to shard is 1'):
+    stream.shard(0, 2)
+
+
+def test_state_of_another_mixture_is_refused():
+  state = mixture().state()
+  parts = (Part('easy', 10, 2.0), MIXTURE[1])
+  with pytest.raises(ConfigError, match='sources of the saved data state'):
+    ProblemStream(problems(35), seed=3, parts=parts).restore(state)
+
+
+@pytest.mark.parametrize(
+    'parts, message',
+    [
+        ((Part('a', 34),), 'all sources is 34, wanted the 35 problems'),
+        ((Part('a', 0), Part('b', 35)), "problems of source 'a' is 0"),
+        ((Part('a', 35, 0.0),), "weight of source 'a' is 0.0, wanted above 0"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(parts, message):
+  with pytest.raises(ConfigError, match=message):
+    ProblemStream(problems(35), seed=0, parts=parts)

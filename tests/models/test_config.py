@@ -22,6 +22,7 @@ LLAMA = {
     'num_hidden_layers': 3,
     'num_attention_heads': 4,
 }
+INFINITE = float('inf')
 LLAMA3 = {
     'rope_type': 'llama3',
     'factor': 8.0,
@@ -117,6 +118,81 @@ def test_rope_is_read_in_both_spellings():
 def test_what_the_model_lacks_is_refused_by_name(changes, message):
   with pytest.raises(ConfigError, match=message):
     config_from_hf({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'hidden_size': '64'}, "hidden_size is '64', wanted a whole number"),
+        ({'hidden_size': True}, 'hidden_size is True, wanted a whole number'),
+        ({'num_attention_heads': 0}, 'num_attention_heads is 0, .* at least 1'),
+        ({'num_hidden_layers': 2.5}, 'num_hidden_layers is 2.5'),
+        ({'vocab_size': [100]}, r'vocab_size is \[100\]'),
+        ({'head_dim': -8}, 'head_dim is -8'),
+        (
+            {'model_type': ['llama']},
+            r"model_type is \['llama'\], wanted one of",
+        ),
+        ({'hidden_act': {}}, 'hidden_act is {}, wanted one of'),
+        ({'rope_theta': 'x'}, "rope_theta is 'x', wanted a finite number"),
+        ({'rope_theta': float('inf')}, 'rope_theta is inf, wanted a finite'),
+        ({'rope_theta': 10**400}, 'rope_theta is 1000'),
+        ({'rms_norm_eps': 'small'}, "rms_norm_eps is 'small'"),
+        ({'rms_norm_eps': 0}, 'rms_norm_eps is 0, wanted .* above 0'),
+        ({'rope_scaling': 3}, 'rope_scaling is 3, wanted an object or null'),
+        ({'rope_parameters': [1]}, r'rope_parameters is \[1\], wanted an obj'),
+        (
+            {'rope_scaling': {**LLAMA3, 'factor': '8'}},
+            "rope_scaling.factor is '8', wanted a finite number",
+        ),
+        (
+            {
+                'rope_scaling': {
+                    **LLAMA3,
+                    'original_max_position_embeddings': 32.5,
+                }
+            },
+            'rope_scaling.original_max_position_embeddings is 32.5',
+        ),
+        (
+            {'rope_scaling': {'rope_type': ['x']}},
+            r"rope_scaling.rope_type is \['x'\]",
+        ),
+        ({'tie_word_embeddings': 'no'}, "tie_word_embeddings is 'no', .* true"),
+        ({'attention_bias': 'no'}, "attention_bias is 'no'"),
+        ({'layer_types': 'full_attention'}, "layer_types is 'full_attention'"),
+        (
+            {
+                'use_sliding_window': True,
+                'sliding_window': 8,
+                'max_window_layers': '2',
+            },
+            "max_window_layers is '2', wanted a whole number",
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(changes, message):
+  with pytest.raises(ConfigError, match=f'config.json: {message}'):
+    config_from_hf({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        (dict(rope_theta=INFINITE), 'config.rope_theta is inf'),
+        (dict(norm_eps=INFINITE), 'config.norm_eps is inf'),
+        *(
+            (
+                dict(rope_scaling=RopeScaling('llama3', **{name: INFINITE})),
+                f'rope_scaling.{name} is inf, wanted a finite number',
+            )
+            for name in ('factor', 'low_freq_factor', 'high_freq_factor')
+        ),
+    ],
+)
+def test_infinity_is_refused_by_name(changes, message):
+  with pytest.raises(ConfigError, match=message):
+    resolve(ModelConfig(**changes))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,11 @@ def test_reward_is_found_by_name():
         ('reward_jobs:NOT_A_FUNCTION', 'is a int, wanted a function'),
         ('reward_jobs:awaited', 'wanted a plain function'),
         ('running_totals', 'wanted the form'),
+        (
+            'reward_jobs:of_one',
+            r'which cannot be called with \(problem, text\)',
+        ),
+        ('reward_jobs:of_three', "missing a required argument: 'extra'"),
     ],
 )
 def test_error_names_setting_spec_and_cause(spec, cause):

@@ -1,7 +1,8 @@
-"""The controller under virtual time: CASES A11, A16 and invariants 1 to 3."""
+"""The controller under virtual time: CASES A10, A11, A16, A17."""
 
 import asyncio
 import collections
+import dataclasses
 import random
 
 from hypothesis import given
@@ -9,9 +10,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 import pytest
 
+from areal_jax import records as record_bytes
 from areal_jax.buffer import GroupBuffer
 from areal_jax.ledger import Ledger
-from areal_jax.rollout.controller import Controller, TooManyFailures
+from areal_jax.rollout.controller import (
+    Controller,
+    Snapshot,
+    TooManyFailures,
+)
 from areal_jax.rollout.workflow import MemberFailed
 from areal_jax.types import DropReason
 from tests import records, virtual_time
@@ -32,7 +38,16 @@ class Engine:
     )
 
 
-def build(workflow, *, batch=4, eta=1.0, policy='soft', group=2, most=1000):
+def build(
+    workflow,
+    *,
+    batch=4,
+    eta=1.0,
+    policy='soft',
+    group=2,
+    most=1000,
+    ready=float('inf'),
+):
   return Controller(
       draws=records.Draws(),
       workflow=workflow,
@@ -40,20 +55,28 @@ def build(workflow, *, batch=4, eta=1.0, policy='soft', group=2, most=1000):
       buffer=GroupBuffer(policy, eta),
       group_size=group,
       max_running=most,
+      max_ready=ready,
       clock=lambda: asyncio.get_running_loop().time(),
   )
 
 
-async def train(controller, engine, steps, *, seconds=0.3, batch=4):
-  """Trains `steps` batches; returns (version, group) pairs in order."""
+async def train(
+    controller, engine, steps, *, seconds=0.3, batch=4, first=0, cuts=None
+):
+  """Trains up to version `steps`; returns (version, group) pairs in order.
+
+  Puts the cut at each version into `cuts`.
+  """
   trained = []
   controller.start()
-  for version in range(steps):
+  for version in range(first, steps):
     groups = await controller.next_batch(batch)
     trained += [(version, g) for g in groups]
     await asyncio.sleep(seconds)
     engine.version = version + 1  # the engines swap first,
     controller.published(version + 1)  # then room is made
+    if cuts is not None:
+      cuts[version + 1] = controller.snapshot()
     assert controller.ledger.balanced()
   return trained
 
@@ -246,6 +269,55 @@ def test_running_groups_are_limited_whatever_eta_admits():
   assert max(seen) == 3
 
 
+def test_one_long_answer_does_not_hold_the_room_of_its_siblings():
+  asked, answered, most = 0, 0, 0
+
+  async def workflow(draw, sample, version):
+    nonlocal asked, answered, most
+    asked += 1
+    most = max(most, asked - answered)
+    await asyncio.sleep(100 if sample == 0 else 1)
+    answered += 1
+    return records.trajectory(draw.draw_index, sample)
+
+  controller = build(workflow, eta=float('inf'), group=8, most=2)
+
+  async def look():
+    controller.start()
+    await asyncio.sleep(50)
+    await controller.stop()
+
+  virtual_time.run(look())
+  # Room for 16 answers: two groups at first, another one for every seven that
+  # are short, until eight answers of 100 seconds leave too little for a group.
+  assert controller.ledger.running == 9
+  assert most == 16
+
+
+@pytest.mark.parametrize('policy', ['soft', 'drop', 'fifo'])
+def test_waiting_groups_are_bounded_where_eta_is_not(policy):
+  engine = Engine(random_service(3))
+  waiting = []
+
+  async def watched(draw, sample, admitted_version):
+    waiting.append(controller.ledger.ready)
+    return await engine.workflow(draw, sample, admitted_version)
+
+  controller = build(watched, eta=float('inf'), policy=policy, most=3, ready=6)
+  # Twenty batches of slow training: without the bound hundreds would wait.
+  trained = virtual_time.run(train(controller, engine, 20, seconds=30.0))
+  assert len(trained) == 80
+  assert max(waiting) < 6
+  assert controller.ready_pauses >= 10
+  # Under way at a pause: two groups' worth of answers at one a group, one more.
+  assert 6 <= controller.ledger.ready < 6 + 2 * 2 + 1
+
+  free = build(engine.workflow, eta=float('inf'), policy='soft', most=3)
+  engine.version = 0
+  virtual_time.run(train(free, engine, 5, seconds=30.0))
+  assert free.ledger.ready > 20 and free.ready_pauses == 0
+
+
 def test_stop_leaves_running_draws_in_flight():
   engine = Engine(lambda draw, sample: 5.0)
   controller = build(engine.workflow)
@@ -272,3 +344,168 @@ def test_explanation_names_the_running_draws():
 
   text = virtual_time.run(look())
   assert '4 groups running (draws 0, 1, 2, 3)' in text and 'limit 4' in text
+
+
+# Going on from a cut: CASES A10, A17.
+
+
+def saved_and_read(cut):
+  """A cut as a checkpoint brings it back: another object in every part."""
+  kept = record_bytes.loads(
+      record_bytes.dumps({'ready': cut.ready, 'running': cut.running})
+  )
+  return dataclasses.replace(cut, **kept, data=dict(cut.data))
+
+
+def cut_at(version, *, batch=8, eta=2.0, ready=0, running=0):
+  """A balanced cut late in a run."""
+  drawn = version * batch + ready + running
+  first = version * batch
+  return Snapshot(
+      ledger=Ledger(
+          batch,
+          eta,
+          version=version,
+          running=running,
+          ready=ready,
+          drawn=drawn,
+          trained=version * batch,
+      ),
+      ready=tuple(
+          records.group(first + i, version=version) for i in range(ready)
+      ),
+      running=tuple(records.draw(first + ready + i) for i in range(running)),
+      data={'next': drawn},
+  )
+
+
+@pytest.mark.parametrize(
+    'ready, running, admitted', [(0, 0, 24), (5, 3, 16), (0, 24, 0)]
+)
+def test_first_burst_after_a_restart_is_bounded(ready, running, admitted):
+  # CASES A10: η=2, B=8, restored at version 100; counting from 0 admits 824.
+  started = []
+
+  async def workflow(draw, sample, version):
+    started.append((draw.draw_index, draw.attempt, version))
+    await asyncio.sleep(1000)
+
+  controller = build(workflow, batch=8, eta=2.0, group=1)
+  controller.restore(saved_and_read(cut_at(100, ready=ready, running=running)))
+
+  async def look():
+    controller.start()
+    await asyncio.sleep(1)
+    await controller.stop()
+
+  virtual_time.run(look())
+  again = [s for s in started if s[1] == 1]
+  assert started[: len(again)] == again  # those of before come first
+  assert [index for index, _, _ in again] == [
+      800 + ready + i for i in range(running)
+  ]
+  assert len(started) - len(again) == admitted
+  assert {version for _, _, version in started} == {100}
+  assert controller.ledger.outstanding == 24 and controller.ledger.balanced()
+
+
+def test_planted_ledger_that_counts_from_zero_admits_too_many():
+  """The fault of CASES A10: versions go on, accepted groups start at 0."""
+
+  class Cumulative(Ledger):
+
+    def admits(self):
+      return self.drawn < (self.version + self.eta + 1) * self.batch_size
+
+  ledger = Cumulative(8, 2.0, version=100)
+  admitted = 0
+  while ledger.admits():
+    ledger.admit()
+    admitted += 1
+  assert admitted == 824
+
+
+@pytest.mark.parametrize('policy', ['drop', 'fifo'])
+@pytest.mark.parametrize('seed', range(3))
+def test_bound_holds_after_a_restart(policy, seed):
+  engine = Engine(random_service(seed))
+  controller = build(engine.workflow, eta=2.0, policy=policy)
+  virtual_time.run(train(controller, engine, 7))
+  engine = Engine(random_service(seed + 1))
+  engine.version = 7
+  resumed = build(engine.workflow, eta=2.0, policy=policy)
+  resumed.restore(saved_and_read(controller.snapshot()))
+  trained = virtual_time.run(train(resumed, engine, 57, first=7))
+  assert len(trained) == 50 * 4
+  assert max(ages(trained)) <= 2
+
+
+def test_kills_lose_and_repeat_no_problem():
+  """CASES A17: 64 problems, B=4, killed at steps 3, 7 and 11.
+
+  What was done since the last cut, a step or more, is gone with the process.
+  """
+  lineage, cut, seed = [], None, 0
+  for first, last in ((0, 3), (2, 7), (6, 11), (9, 16)):
+    engine = Engine(random_service(seed := seed + 1, slow=0.2))
+    engine.version = first
+    controller = build(engine.workflow, eta=1.0)
+    if cut is not None:
+      controller.restore(saved_and_read(cut))
+    cuts = {}
+    trained = virtual_time.run(
+        train(controller, engine, last, first=first, cuts=cuts)
+    )
+    following = {3: 2, 7: 6, 11: 9, 16: 16}[last]  # the last cut before
+    cut = cuts[following]
+    lineage += [g for version, g in trained if version < following]
+  done = [g.draw_index for g in lineage]
+  assert len(done) == len(set(done)) == 64
+  waiting = [g.draw_index for g in cut.ready]
+  waiting += [d.draw_index for d in cut.running]
+  assert sorted(done + waiting) == list(range(cut.data['next']))
+  assert any(g.draw.attempt for g in lineage)  # some were generated again
+  assert cut.ledger.trained == 64 and cut.ledger.balanced()
+
+
+def test_groups_in_training_come_back_ready():
+  engine = Engine(lambda draw, sample: 1.0)
+  controller = build(engine.workflow, eta=1.0)
+
+  async def cut_in_a_step():
+    controller.start()
+    batch = await controller.next_batch(4)
+    return batch, controller.snapshot()
+
+  batch, cut = virtual_time.run(cut_in_a_step())
+  assert list(cut.ready[:4]) == batch
+  assert cut.ledger.training == 0 and cut.ledger.balanced()
+  resumed = build(engine.workflow, eta=1.0)
+  resumed.restore(cut)
+  again = virtual_time.run(resumed.next_batch(4))
+  assert [g.draw_index for g in again] == [g.draw_index for g in batch]
+
+
+def test_fifo_after_a_restart_waits_for_what_was_running():
+  cut = cut_at(3, batch=4, ready=3, running=2)
+  # Draws 12..14 wait behind 10 and 11, which were under way.
+  cut = dataclasses.replace(cut, running=(records.draw(11), records.draw(10)))
+  engine = Engine(lambda draw, sample: 5.0)
+  engine.version = 3
+  controller = build(engine.workflow, batch=4, eta=2.0, policy='fifo')
+  controller.restore(cut)
+  trained = virtual_time.run(train(controller, engine, 4, first=3))
+  assert [g.draw_index for _, g in trained] == [10, 11, 12, 13]
+
+
+def test_smaller_bound_after_a_restart_drains_first():
+  controller = build(None, batch=8, eta=0.0)
+  controller.restore(cut_at(5, ready=12, running=4))
+  assert controller.ledger.limit == 8
+  assert not controller.ledger.admits()
+
+
+def test_cut_whose_counts_are_not_its_groups_is_refused():
+  cut = cut_at(3, ready=2)
+  with pytest.raises(ValueError, match=r'\(0, 2, 0\).*its groups are \(0, 1'):
+    build(None).restore(dataclasses.replace(cut, ready=cut.ready[:1]))

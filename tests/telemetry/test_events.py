@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from areal_jax.telemetry.events import EventLog
+from areal_jax.telemetry.events import FULL, EventLog
 from areal_jax.telemetry.jsonl import read_jsonl
 
 KEYS = [
@@ -182,6 +182,38 @@ def test_second_attempt_continues_the_file(tmp_path):
     with EventLog(path, attempt=attempt) as log:
       log.instant('start', 'train')
   assert [row['attempt'] for row in read_jsonl(path)] == [0, 1]
+
+
+def test_limit_is_kept_and_told_and_totals_go_on(tmp_path):
+  path = tmp_path / 'events.jsonl'
+  with EventLog(path, limit_bytes=4000) as log:
+    for number in range(50):
+      log.record('step', 'train', float(number), 0.5)
+  assert 4000 - 1024 < path.stat().st_size <= 4000
+  *rows, note = read_jsonl(path)
+  assert list(note) == KEYS
+  assert (note['kind'], note['fields']) == (FULL, {'limit_bytes': 4000})
+  assert [row['mono'] for row in rows] == list(range(len(rows)))
+  assert log.lost == 50 - len(rows) > 0
+  assert (log.count('step'), log.seconds('step')) == (50, 25.0)
+
+
+def test_continued_file_keeps_its_limit(tmp_path):
+  path = tmp_path / 'events.jsonl'
+  written = 0
+  for attempt in range(30):  # each attempt adds one
+    with EventLog(path, limit_bytes=4000, attempt=attempt) as log:
+      log.instant('start', 'train')
+    written += 1 - log.lost
+  rows = read_jsonl(path)
+  assert path.stat().st_size <= 4000
+  assert [row['kind'] for row in rows] == ['start'] * written + [FULL]
+  assert 0 < written < 30
+
+
+def test_limit_without_room_for_its_own_row_is_refused(tmp_path):
+  with pytest.raises(ValueError, match='limit_bytes is 100, wanted at least'):
+    EventLog(tmp_path / 'events.jsonl', limit_bytes=100)
 
 
 def test_full_disk_stops_the_next_event():

@@ -8,22 +8,23 @@ from areal_jax.telemetry.samples import SampleWriter
 from areal_jax.types import StopReason
 
 SAMPLE = {
-    'prompt': '3+5=', 'completion': '8.', 'reward': 0.0, 'versions': [3, 4],
-    'logps': [-0.1, -2.0], 'step': 5, 'draw_index': 7, 'sample': 1,
-    'stop_reason': StopReason.STOP,
+    'prompt': '3+5=', 'completion': '8.', 'reward': 0.0, 'ids': [9, 2],
+    'versions': [3, 4], 'logps': [-0.1, -2.0], 'step': 5, 'draw_index': 7,
+    'sample': 1, 'stop_reason': StopReason.STOP,
 }  # fmt: skip
 
 
 def test_row_holds_the_sample_and_log_probs_to_the_bit(tmp_path):
   logps = np.random.default_rng(0).normal(size=50).astype(np.float32)
   writer = SampleWriter(tmp_path / 'samples.jsonl', 100_000)
-  assert writer.write(**SAMPLE | {'logps': logps, 'versions': np.arange(50)})
+  tokens = {'logps': logps, 'versions': np.arange(50), 'ids': np.arange(50)}
+  assert writer.write(**SAMPLE | tokens)
   assert writer.write(**SAMPLE | {'reward': None})
   writer.close()
   writer.close()
   row, other = read_jsonl(tmp_path / 'samples.jsonl')
   np.testing.assert_array_equal(np.float32(row['logps']), logps)
-  assert row['versions'] == list(range(50))
+  assert row['versions'] == row['ids'] == list(range(50))
   assert row['reward'] == 0.0
   assert other['reward'] is None
   assert row['stop_reason'] == 'stop'
@@ -63,6 +64,7 @@ def test_bad_input_is_refused(tmp_path):
   with pytest.raises(ValueError, match='limit_bytes is 10, wanted at least'):
     SampleWriter(tmp_path / 'samples.jsonl', 10)
   writer = SampleWriter(tmp_path / 'samples.jsonl', 1000)
-  with pytest.raises(ValueError, match=r'7/1 has versions \(1,\) and logps'):
-    writer.write(**SAMPLE | {'versions': [3]})
+  for name in ('ids', 'versions', 'logps'):
+    with pytest.raises(ValueError, match=rf'7/1 has .*{name} \(1,\)'):
+      writer.write(**SAMPLE | {name: [3]})
   writer.close()

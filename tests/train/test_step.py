@@ -337,6 +337,30 @@ def test_fresh_tokens_are_those_of_the_version(step, mesh):
   assert stats['fresh_tokens_sum'] == 0 and stats['gap_sum'] > 0
 
 
+def test_gap_is_summed_by_age(step, mesh):
+  """The sums over ages 0, 1, 2 and more are those of a slow plain loop."""
+  right = one_row_each(answers())
+  ages = np.arange(right.versions.size).reshape(right.versions.shape) % 6
+  aged = dataclasses.replace(right, versions=(7 - ages).astype(np.int32))
+  state = fresh_state(step, mesh)
+  batch = step.place(aged, 16.0, 7)
+  stats = jax.device_get(step.accumulate(state, [batch])['stats'])
+  buckets = range(4)
+  tokens = [stats[f'age_{age}_tokens_sum'] for age in buckets]
+  mask = right.loss_mask > 0
+  assert tokens == [(mask & (np.minimum(ages, 3) == b)).sum() for b in buckets]
+  assert min(tokens) > 0
+  # One version later every token is one older, and only the last two merge.
+  later = step.place(aged, 16.0, 8)
+  moved = jax.device_get(step.accumulate(state, [later])['stats'])
+  gaps = [stats[f'age_{age}_gap_sum'] for age in buckets]
+  assert sum(gaps) == pytest.approx(float(stats['gap_sum']), rel=1e-5)
+  expected = [0.0, gaps[0], gaps[1], gaps[2] + gaps[3]]
+  np.testing.assert_allclose(
+      [moved[f'age_{age}_gap_sum'] for age in buckets], expected, rtol=1e-5
+  )
+
+
 def test_rows_that_do_not_divide_are_refused():
   devices = np.array(jax.devices()).reshape(8, 1)
   with pytest.raises(ConfigError, match='packing.rows is 4.*multiple of the 8'):

@@ -1,0 +1,209 @@
+"""Evaluating a trained policy, without training.
+
+  python -m areal_jax.evaluate --run=runs/quickstart \\
+    --config.evaluation.samples=8 --config.evaluation.temperature=1.0
+
+`--run` names the folder of a finished run: its policy, its tokenizer, and its
+settings unless `--config` names others. Without it, `--config=FILE` says all,
+with `--config.policy.path` and `--config.tokenizer.path`. The evaluation
+problems are asked on `config.mesh.rollout`; no device trains. Tables go to
+standard output; `evaluation.json`, and every answer in `evaluation.jsonl`, into
+the folder of the run, or into a new one under `config.output`.
+
+Exit codes: 0 done, 1 it failed, 2 a mistake in the settings (one line on
+standard error, nothing written), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import pathlib
+import re
+import sys
+import time
+import typing
+
+from absl import app, flags
+
+from areal_jax import command
+from areal_jax.config import require, to_dict
+from areal_jax.telemetry import jsonl, run_folder
+
+if typing.TYPE_CHECKING:
+  from areal_jax.experiment import Experiment, Prepared
+  from areal_jax.rollout.evaluation import Evaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """What the command line asks for; `run` is empty without one."""
+
+  experiment: Experiment
+  run: str
+
+
+def read_flags(argv: list[str]) -> Asked:
+  """Parses the flags of this program.
+
+  Raises:
+    SystemExit: with code 2, after one line that says what is wrong.
+  """
+  flags.DEFINE_string('run', '', 'Folder of the run whose policy to evaluate.')
+  experiment = command.read_flags(with_config(argv))
+  return Asked(experiment, flags.FLAGS.run)
+
+
+def with_config(argv: list[str]) -> list[str]:
+  """The command line, with the settings of its run where it names no others."""
+  line = ' '.join(argv[1:])
+  run = re.search(r'(?:^| )--?run[= ](\S+)', line)
+  if run is None or re.search(r'(?:^| )--?config[= ]', line):
+    return argv
+  return [argv[0], f'--config={run[1]}/{run_folder.CONFIG}', *argv[1:]]
+
+
+def main(asked: Asked) -> int:
+  """Evaluates and prints; returns the exit code."""
+  return command.exit_code(evaluate, asked)
+
+
+def evaluate(asked: Asked) -> Evaluation:
+  """Evaluates what the command line names, prints it and writes it down.
+
+  Raises:
+    ConfigError: a mistake in the settings; nothing was written.
+  """
+  # pylint: disable=g-import-not-at-top
+  from areal_jax.experiment import prepare
+  from areal_jax.rollout.evaluation import table_text
+
+  started = time.monotonic()
+  experiment = asked.experiment
+  if asked.run:
+    command.point_to_run(experiment, asked.run)
+  require(
+      bool(experiment.policy.path), 'config.policy.path', '',
+      'the folder of a trained policy, or --run=FOLDER of a finished run',
+  )  # fmt: skip
+  experiment.warm_start.steps = 0  # it asks for demonstrations
+  prepared = prepare(experiment)
+  result = _ask(prepared, _version(asked.run))
+  settings = prepared.settings
+  if asked.run:
+    folder = pathlib.Path(asked.run)
+  else:
+    folder = run_folder.new_run_folder(settings.output, settings.name)
+  path = _write(folder, prepared, result, time.monotonic() - started)
+  print(table_text(result))
+  print(f'version {result.version}; see {path}')
+  return result
+
+
+def _version(run: str) -> int:
+  """How often the policy of a run was updated; 0 where nobody says."""
+  file = pathlib.Path(run) / run_folder.SUMMARY
+  if not run or not file.is_file():
+    return 0
+  return json.loads(file.read_text())['steps']
+
+
+def _ask(prepared: Prepared, version: int) -> Evaluation:
+  """Loads the policy onto the rollout meshes and evaluates it there."""
+  # pylint: disable=g-import-not-at-top
+  import jax
+
+  from areal_jax.cluster.evaluations import Evaluations
+  from areal_jax.cluster.local import (
+      AsyncThread,
+      build_evaluator,
+      build_rollout,
+      require_memory,
+  )
+  from areal_jax.mesh.rules import Rules
+  from areal_jax.mesh.slices import (
+      MeshSettings,
+      TrainMesh,
+      cut,
+      machine_devices,
+  )
+  from areal_jax.models import hf
+  from areal_jax.rewards.scorer import Scorer
+  from areal_jax.telemetry.events import EventLog
+
+  settings, model, rules = prepared.settings, prepared.model, Rules()
+  rollout = settings.mesh.rollout
+  # Nothing trains: the devices are those of the engines.
+  shape = MeshSettings(
+      TrainMesh(tensor=rollout.devices), rollout, colocated=True
+  )
+  slices = cut(machine_devices(shape), shape)
+  dtype = settings.rollout.dtype
+  engine = settings.rollout.engine
+  require_memory(model, engine, slices, rules, dtype=dtype, trains=False)
+  reward = settings.reward
+  with contextlib.ExitStack() as stack:
+    events = stack.enter_context(EventLog(None))
+    scorer = Scorer(reward.function, reward.workers, reward.timeout_s)
+    stack.callback(scorer.close)
+    scorer.start()
+    # Its loops for training are never started.
+    engines = build_rollout(
+        model, engine, slices, rules,
+        swap='drain', events=events, dispatch_lock=None,
+    )  # fmt: skip
+    params = hf.load_params(
+        settings.policy.path, model, slices.rollout[0], rules
+    )
+    if dtype:
+      params = jax.tree.map(lambda x: x.astype(dtype), params)
+    weights = [
+        jax.device_put(params, loop.engine.param_shardings)
+        for loop in engines.loops
+    ]
+    thread = AsyncThread('evaluation')
+    stack.callback(thread.stop)
+    evaluator = build_evaluator(engines, events)
+    stack.callback(evaluator.stop)
+    evaluator.start()
+    evaluations = Evaluations(
+        evaluator,
+        thread,
+        settings=settings.evaluation,
+        problems=prepared.evaluation,
+        sampling=prepared.evaluation_sampling,
+        render=lambda problem: prepared.prompts[problem.id],
+        decode=lambda ids: prepared.tokenizer.decode(ids.tolist()),
+        score=lambda draw, text: scorer(draw.problem, text),
+        vote=settings.evaluation.load_vote('config.evaluation'),
+        events=events,
+        done=lambda result: None,
+        wait_s=settings.rollout.wait_s,
+    )
+    evaluations.start(version, weights)
+    return evaluations.wait()
+
+
+def _write(
+    folder: pathlib.Path,
+    prepared: Prepared,
+    result: Evaluation,
+    seconds: float,
+) -> pathlib.Path:
+  """Writes statistics and answers, overwriting none; returns the former."""
+  for number in itertools.count(1):
+    name = 'evaluation' if number == 1 else f'evaluation-{number}'
+    path = folder / f'{name}.json'
+    if not path.exists():
+      break
+  with open(path.with_suffix('.jsonl'), 'w', encoding='utf-8') as file:
+    file.writelines(jsonl.line(row) for row in result.rows())
+  report = {'wall_s': seconds, 'config': to_dict(prepared.settings)}
+  run_folder.write_json(path, result.to_dict() | report)
+  return path
+
+
+if __name__ == '__main__':
+  sys.exit(app.run(main, flags_parser=read_flags))

@@ -1,0 +1,527 @@
+"""Going on with a run: where from, with what, and how a checkpoint holds it.
+
+`find` says what `--config.resume` means: which folder, which checkpoint. A
+checkpoint holds, beside the arrays of `train.checkpoint`, everything that
+decides how the run goes on; `parts` makes these files and `read` takes them
+apart again:
+
+  run.json       step, version, seed, ledger, data position, evaluation
+                 schedule, length of every log file, meshes, running sums
+  records.npz    finished groups with their tokens, draws in flight, the state
+                 of the generator that shuffles rewards
+  config.json    the resolved settings
+  policy.json    the policy's shape
+  tokenizer...   the tokenizer's files
+
+Logs are cut back to what the checkpoint speaks of, so nothing is told twice.
+What the machines do with all this is left to `session.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import pathlib
+import shutil
+from typing import Any, Callable, Iterator, Mapping
+
+from etils import epath
+import jax
+
+from areal_jax import records
+from areal_jax.config import ConfigError, require
+from areal_jax.ledger import Ledger
+from areal_jax.mesh.slices import Slices
+from areal_jax.rollout.controller import Snapshot
+from areal_jax.telemetry import jsonl, run_folder
+from areal_jax.telemetry.events import EventLog
+from areal_jax.train import checkpoint, pretrained
+from areal_jax.train.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    CheckpointSettings,
+    Part,
+    Saved,
+)
+from areal_jax.train.state import TrainState
+from areal_jax.types import DropReason
+
+RUN = 'run.json'
+RECORDS = 'records.npz'
+CONFIG = 'config.json'
+TOKENIZER = 'tokenizer/'  # before the names of the tokenizer's files
+
+LOGS = (
+    run_folder.METRICS,
+    run_folder.EVENTS,
+    run_folder.SAMPLES,
+    run_folder.EVALUATIONS,
+)
+_WANTED = "empty, 'auto', the folder of a run, or a checkpoint"
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """Where a run begins.
+
+  Attributes:
+    folder: of the run that goes on; None to make a new one.
+    saved: the checkpoint that it goes on from; None to begin at the beginning.
+    logs: folder whose logs a new one takes over, up to the checkpoint.
+    refused: why newer checkpoints are not taken.
+  """
+
+  folder: pathlib.Path | None = None
+  saved: Saved | None = None
+  logs: pathlib.Path | None = None
+  refused: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+  """What a checkpoint holds beside arrays, settings and files.
+
+  Attributes:
+    snapshot: ledger, groups, draws and data position, at one cut.
+    shuffle: state of the generator that deals out rewards, `random.getstate`.
+    seed: of the run.
+    attempt: which start of the run saved it, from 0.
+    evaluation: what has been evaluated and what was under way.
+    logs: bytes of every log file that speak of no later step.
+    sums: running sums over the steps so far.
+  """
+
+  snapshot: Snapshot
+  shuffle: tuple[Any, ...]
+  seed: int
+  attempt: int
+  evaluation: dict[str, Any]
+  logs: dict[str, int]
+  sums: dict[str, Any]
+
+  @property
+  def version(self) -> int:
+    """Of the policy; so many steps are done."""
+    return self.snapshot.ledger.version
+
+
+# Where from.
+
+
+def folder_of(run: pathlib.Path, folder: str) -> epath.Path:
+  """The folder of a run's checkpoints.
+
+  Args:
+    run: the folder of the run.
+    folder: `CheckpointSettings.folder`.
+  """
+  if folder:
+    return epath.Path(folder) / run.name
+  return epath.Path(run) / run_folder.CHECKPOINTS
+
+
+def find(resume: str, output: str, name: str, folder: str) -> Start:
+  """What `--config.resume` means.
+
+  Args:
+    resume: its value.
+    output: folder of all runs.
+    name: of this run.
+    folder: `CheckpointSettings.folder`.
+
+  Raises:
+    ConfigError: it names nothing that could go on.
+  """
+  run = pathlib.Path(output) / name
+  if resume == 'auto':
+    return _last_of(run, folder, anew=True)
+  if not resume:
+    # Elsewhere than in the run's own folder, which is new, there may be some.
+    held = checkpoint.steps(folder_of(run, folder)) if folder else []
+    require(not held, 'config.checkpoint.folder', folder,
+            f'one without checkpoints of a run {name!r}, or resume=auto'
+            )  # fmt: skip
+    return Start()
+  place = epath.Path(resume)
+  if checkpoint.is_one(place):
+    try:
+      saved = checkpoint.verify(place)
+    except CheckpointError as error:
+      raise ConfigError(f'config.resume: {error}') from error
+    source = pathlib.Path(resume).absolute().parent.parent
+    known = (source / run_folder.METRICS).is_file()
+    return Start(saved=saved, logs=source if known else None)
+  local = pathlib.Path(resume)
+  if (local / run_folder.CONFIG).is_file() or (
+      local / run_folder.CHECKPOINTS
+  ).is_dir():
+    return _last_of(local, folder, anew=False)
+  require(bool(checkpoint.steps(place)), 'config.resume', resume, _WANTED)
+  saved, refused = checkpoint.latest(place)
+  _require_whole(saved, refused, resume)
+  return Start(saved=saved, refused=refused)
+
+
+def _last_of(run: pathlib.Path, folder: str, *, anew: bool) -> Start:
+  """The last whole checkpoint of a run.
+
+  Args:
+    run: its folder.
+    folder: `CheckpointSettings.folder`.
+    anew: whether a run that was killed before its first one starts anew.
+  """
+  where = folder_of(run, folder)
+  saved, refused = checkpoint.latest(where)
+  if saved is None:
+    committed = [
+        step
+        for step in checkpoint.steps(where)
+        if (checkpoint.at_step(where, step) / checkpoint.COMMITTED).exists()
+    ]
+    # Those of a killed first attempt have no marker. Where there was a whole
+    # one, starting anew would throw the run away without a word.
+    if not anew or committed:
+      _require_whole(None, refused or (f'{where} holds none',), str(run))
+    ended = run / run_folder.SUMMARY
+    require(not ended.exists(), 'config.resume', 'auto',
+            f'another name: {run} is a run that has ended, and saved no'
+            ' checkpoint')  # fmt: skip
+  return Start(folder=run, saved=saved, refused=refused)
+
+
+def _require_whole(
+    saved: Saved | None, refused: tuple[str, ...], at: str
+) -> None:
+  if saved is None:
+    raise ConfigError(
+        f'config.resume: {at} has no whole checkpoint: {"; ".join(refused)}'
+    )
+
+
+# What a checkpoint holds.
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+  """What all checkpoints of a run hold alike.
+
+  Attributes:
+    config: the resolved settings as plain data.
+    policy: `pretrained.shape_part`.
+    tokenizer: its files by name.
+    slices: the meshes.
+  """
+
+  config: Mapping[str, Any]
+  policy: Mapping[str, Any]
+  tokenizer: Mapping[str, bytes]
+  slices: Slices
+
+
+def parts(
+    fixed: Fixed, carried: Carried, applied_updates: int
+) -> dict[str, Part]:
+  """The files of a checkpoint.
+
+  Args:
+    fixed: what does not change.
+    carried: what is to come back.
+    applied_updates: of the optimizer.
+  """
+  snapshot = carried.snapshot
+  ledger = snapshot.ledger
+  return {
+      RUN: {
+          'step': ledger.version,
+          'version': ledger.version,
+          'applied_updates': applied_updates,
+          'seed': carried.seed,
+          'attempt': carried.attempt,
+          'ledger': {
+              **dataclasses.asdict(ledger),
+              'dropped': {r.value: n for r, n in ledger.dropped.items()},
+          },
+          'failed_members': snapshot.failed_members,
+          'data': snapshot.data,
+          'evaluation': carried.evaluation,
+          'logs': carried.logs,
+          'mesh': {
+              'train': _mesh(fixed.slices.train),
+              'rollout': [_mesh(mesh) for mesh in fixed.slices.rollout],
+          },
+          'sums': carried.sums,
+      },
+      RECORDS: lambda: records.dumps(
+          {
+              'ready': snapshot.ready,
+              'running': snapshot.running,
+              'shuffle': carried.shuffle,
+          }
+      ),
+      CONFIG: fixed.config,
+      pretrained.SHAPE: fixed.policy,
+      **{
+          TOKENIZER + name: content for name, content in fixed.tokenizer.items()
+      },
+  }
+
+
+def _mesh(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+  return {
+      'shape': dict(mesh.shape),
+      'devices': [str(device) for device in mesh.devices.flat],
+  }
+
+
+def read(saved: Saved) -> Carried:
+  """What `parts` was given."""
+  run = saved.read_json(RUN)
+  kept = records.loads(saved.read(RECORDS))
+  counts = run['ledger']
+  dropped = {DropReason(r): n for r, n in counts.pop('dropped').items()}
+  ledger = Ledger(
+      **{**counts, 'eta': float(counts['eta'])},
+      dropped=collections.Counter(dropped),
+  )
+  return Carried(
+      snapshot=Snapshot(
+          ledger=ledger,
+          ready=kept['ready'],
+          running=kept['running'],
+          data=run['data'],
+          failed_members=run['failed_members'],
+      ),
+      shuffle=kept['shuffle'],
+      seed=run['seed'],
+      attempt=run['attempt'],
+      evaluation=run['evaluation'],
+      logs=run['logs'],
+      sums=run['sums'],
+  )
+
+
+def require_same(
+    saved: Saved,
+    carried: Carried,
+    *,
+    seed: int,
+    policy: Mapping[str, Any],
+    tokenizer: Mapping[str, bytes],
+    reference: bool,
+) -> None:
+  """Refuses settings under which the checkpoint would be of another run.
+
+  Args:
+    saved: the checkpoint.
+    carried: what it holds.
+    seed: of this run.
+    policy: `pretrained.shape_part` of its policy.
+    tokenizer: its tokenizer's files by name.
+    reference: whether its loss needs a reference policy.
+
+  Raises:
+    ConfigError: names the setting, its value and the one that was saved.
+  """
+
+  def require_saved(name: str, seen: Any, wanted: Any) -> None:
+    require(seen == wanted, f'config.{name}', seen,
+            f'{wanted!r} as in checkpoint {saved.path}')  # fmt: skip
+
+  require_saved('seed', seed, carried.seed)
+  files = {
+      name.removeprefix(TOKENIZER): saved.read(name)
+      for name in saved.files
+      if name.startswith(TOKENIZER)
+  }
+  require(
+      files == dict(tokenizer),
+      'config.tokenizer',
+      sorted(tokenizer),
+      f'the same files as in checkpoint {saved.path}',
+  )
+  shape, policy = saved.read_json(pretrained.SHAPE), jsonl.plain(policy)
+  for name in sorted({*shape, *policy}):
+    require_saved(f'policy: {name}', policy.get(name), shape.get(name))
+  held = any(name.startswith('roles/reference/') for name in saved.tensors)
+  require(
+      held == reference,
+      'config.train.loss.kl_coefficient',
+      'above 0' if reference else 0,
+      f'{"above 0" if held else 0}: checkpoint {saved.path} has'
+      f' {"a" if held else "no"} reference policy',
+  )
+
+
+def changed_settings(saved: Saved, config: Mapping[str, Any]) -> list[str]:
+  """Settings that are not as they were when the checkpoint was saved.
+
+  Returns:
+    Lines such as 'rollout.eta: 1.0 -> 4.0'.
+  """
+  before = _flat(saved.read_json(CONFIG))
+  after = _flat(jsonl.plain(config))
+  return [
+      f'{name}: {before.get(name)} -> {after.get(name)}'
+      for name in sorted({*before, *after})
+      if before.get(name) != after.get(name) and name != 'resume'
+  ]
+
+
+def _flat(tree: Any, at: str = '') -> dict[str, Any]:
+  if not isinstance(tree, dict):
+    return {at: tree}
+  found = {}
+  for name, value in tree.items():
+    found |= _flat(value, f'{at}.{name}' if at else name)
+  return found
+
+
+class Keeper:
+  """Saves one run as it goes on; what fails is told and does not end it.
+
+  Args:
+    folder: of its checkpoints.
+    settings: when it is saved and what is kept.
+    last: the last step of the run.
+    fixed: what all checkpoints hold alike.
+    events: where spans go.
+    note: called with what a reader should know.
+    start: step of the checkpoint in this folder that the run goes on from.
+  """
+
+  def __init__(
+      self,
+      folder: epath.Path,
+      settings: CheckpointSettings,
+      last: int,
+      fixed: Fixed,
+      *,
+      events: EventLog,
+      note: Callable[[str], None],
+      start: int | None,
+  ):
+    self._settings = settings
+    self._last = last
+    self._fixed = fixed
+    self._events = events
+    self._note = note
+    self._overdue = False
+    self._late = 0
+    self._checkpointer = Checkpointer(
+        folder, settings, events=events, start=start
+    )
+
+  def due(self, step: int) -> bool:
+    """Whether this step is to be saved: call it once a step.
+
+    One that falls due while another is being written gives way to the first
+    step after that, because training waits for no disk. The last step does.
+    """
+    falls_due = self._settings.due(step, self._last)
+    if falls_due and step != self._last and self._checkpointer.busy:
+      self._late += 1
+      self._note(
+          f'checkpoint of step {step} put off: the one before is still being'
+          ' written'
+      )
+    self._overdue |= falls_due
+    return self._overdue and (step == self._last or not self._checkpointer.busy)
+
+  def save(
+      self,
+      step: int,
+      state: TrainState,
+      carried: Carried,
+      metrics: Mapping[str, float],
+  ) -> None:
+    """Saves a step; returns once the arrays are copied off the devices.
+
+    Args:
+      step: training steps done.
+      state: may be donated as soon as this returns.
+      carried: the rest.
+      metrics: of this step, one of which may say which is the best.
+    """
+    self.finish()  # so that its failure is not taken for one of this
+    self._overdue = False
+    applied = int(state.counters.applied_updates)
+    with self._told():
+      self._checkpointer.save(
+          step,
+          state,
+          parts(self._fixed, carried, applied),
+          metric=metrics.get(self._settings.keep_best),
+      )
+
+  def rate(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Takes in metrics of a version that came after it was saved."""
+    if self._settings.keep_best in metrics:
+      self._checkpointer.rate(step, metrics[self._settings.keep_best])
+
+  def look(self) -> None:
+    """Tells of a checkpoint that could not be written."""
+    with self._told():
+      self._checkpointer.check()
+
+  def finish(self) -> None:
+    """Waits until the last one is written."""
+    with self._told():
+      self._checkpointer.wait()
+
+  def best(self) -> Saved | None:
+    """The one whose metric is highest; None if that is not asked for."""
+    with self._told():
+      return self._checkpointer.best()
+    return None
+
+  def close(self) -> None:
+    """Lets the thread end."""
+    self.finish()
+    self._checkpointer.close()
+
+  def counts(self) -> dict[str, int | float]:
+    """What became of them; the seconds are those that training waited."""
+    return {
+        'checkpoints_saved': self._checkpointer.saved,
+        'checkpoints_failed': self._checkpointer.failed,
+        'checkpoints_late': self._late,
+        'checkpoint_wait_s': self._events.seconds('copy', 'checkpoint'),
+    }
+
+  @contextlib.contextmanager
+  def _told(self) -> Iterator[None]:
+    try:
+      yield
+    except CheckpointError as error:
+      self._note(str(error))
+      self._events.instant('failure', 'checkpoint', reason=str(error))
+
+
+# Logs.
+
+
+def open_folder(
+    folder: pathlib.Path, start: Start, carried: Carried | None
+) -> list[str]:
+  """Makes the folder of a run one that ends where the run begins.
+
+  Args:
+    folder: of the run; made if it is not there.
+    start: where the run begins.
+    carried: what it carries on.
+
+  Returns:
+    Names of logs that are shorter than the checkpoint says: a machine that lost
+    power, or another machine than before.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  lengths = {} if carried is None else carried.logs
+  for name in LOGS:
+    if start.logs is not None and (start.logs / name).is_file():
+      shutil.copyfile(start.logs / name, folder / name)
+  (folder / run_folder.SUMMARY).unlink(missing_ok=True)
+  board = folder / run_folder.TENSORBOARD
+  if carried is None and board.is_dir():
+    shutil.rmtree(board)  # its curves begin anew too
+  return [n for n in LOGS if not jsonl.cut(folder / n, lengths.get(n, 0))]

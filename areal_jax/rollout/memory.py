@@ -1,0 +1,128 @@
+"""What a rollout replica needs of its devices' memory, before it is allocated.
+
+Counted from shapes: sets of weights and decode states, the two that grow with
+the model and with the slots. The workspace of programs and whatever trains on
+the same devices are not in it, so what is refused here cannot work; what passes
+may still be too much.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.config import ConfigError
+from areal_jax.models import transformer
+from areal_jax.rollout.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+  """Bytes on each device of a replica.
+
+  Attributes:
+    weights: of one set of weights.
+    weight_sets: sets held at once.
+    decode_state: of one decode state.
+    decode_states: states held at once.
+  """
+
+  weights: int
+  weight_sets: int
+  decode_state: int
+  decode_states: int
+
+  @property
+  def total(self) -> int:
+    return (
+        self.weights * self.weight_sets + self.decode_state * self.decode_states
+    )
+
+
+def estimate(
+    engine: Engine, dtype: str, *, trains: bool, pins: bool
+) -> Estimate:
+  """What one replica holds at once.
+
+  A decode state and weights to evaluate with; if it generates for training, the
+  weights that arrive and a decode state more.
+
+  Args:
+    engine: its programs and shapes.
+    dtype: floating dtype of its weights; empty for the policy's own.
+    trains: whether it generates for training.
+    pins: whether evaluation goes on meanwhile, pinned to weights of its own.
+  """
+  return Estimate(
+      weights=weights_bytes(engine, dtype),
+      weight_sets=1 + trains + pins,
+      decode_state=decode_state_bytes(engine),
+      decode_states=1 + trains,
+  )
+
+
+def decode_state_bytes(engine: Engine) -> int:
+  """Bytes of one decode state on each device of the engine's mesh."""
+  return _bytes(engine.state_shapes, engine.state_shardings)
+
+
+def weights_bytes(engine: Engine, dtype: str = '') -> int:
+  """Bytes of one set of weights on each device of the engine's mesh."""
+  shapes = transformer.abstract_params(engine.config)
+  if dtype:
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, dtype)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else x,
+        shapes,
+    )
+  return _bytes(shapes, engine.param_shardings)
+
+
+def require_room(
+    needed: Estimate, stats: Mapping[str, Any] | None, device: str
+) -> None:
+  """Refuses what a device cannot hold.
+
+  Args:
+    needed: what is going to be allocated on it.
+    stats: what `jax.Device.memory_stats()` says; None, or without a
+      'bytes_limit', where the device does not tell (a CPU).
+    device: its name.
+
+  Raises:
+    ConfigError: with the numbers.
+  """
+  if not stats or 'bytes_limit' not in stats:
+    return
+  limit, used = stats['bytes_limit'], stats.get('bytes_in_use', 0)
+  if needed.total > limit - used:
+    raise ConfigError(
+        f'config.rollout.engine and config.evaluation need {needed.total:,}'
+        f' bytes on {device} ({needed.weight_sets} sets of weights of'
+        f' {needed.weights:,} and {needed.decode_states} decode states of'
+        f' {needed.decode_state:,}), wanted at most {limit - used:,}: its'
+        f' limit of {limit:,} less {used:,} in use; fewer slots, a smaller'
+        ' max_length or evaluation.every=0 need less'
+    )
+
+
+def require_room_on_all(engine: Engine, needed: Estimate) -> None:
+  """`require_room` on each device of the engine's mesh."""
+  for device in engine.mesh.devices.flat:
+    require_room(needed, device.memory_stats(), str(device))
+
+
+def _bytes(shapes: Any, shardings: Any) -> int:
+  """Bytes of a device's part of arrays, over a pytree of them."""
+  parts = jax.tree.map(
+      lambda x, sharding: int(np.prod(sharding.shard_shape(x.shape)))
+      * np.dtype(x.dtype).itemsize,
+      shapes,
+      shardings,
+  )
+  return sum(jax.tree.leaves(parts))

@@ -1,0 +1,151 @@
+"""Serving a trained policy over gRPC, by the stock JetStream orchestrator.
+
+  python -m areal_jax.serve --config=experiments/quickstart.py \\
+    --run=runs/quickstart --jetstream
+
+The config says the shapes of the engine (`config.rollout.engine`, on
+`config.mesh.rollout.tensor` devices); `--run` names the policy and tokenizer
+of a finished run. `--config.policy.path` and `--config.tokenizer.path` name
+those of anywhere else. SIGTERM or Ctrl-C ends it.
+
+Exit codes: 0 ended by a signal, 1 it failed, 2 a mistake in the settings (one
+line on standard error).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import math
+import signal
+import socket
+import threading
+import typing
+from typing import Any
+
+from absl import app, flags
+
+from areal_jax import command
+from areal_jax.config import ConfigError
+
+if typing.TYPE_CHECKING:
+  from areal_jax.experiment import Experiment, PreparedPolicy
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+  """What the command line asks for."""
+
+  experiment: Experiment
+  jetstream: bool
+  run: str
+  port: int
+  temperature: float
+
+
+def read_flags(argv: list[str]) -> Serving:
+  """Parses the flags of this program.
+
+  Raises:
+    SystemExit: with code 2, after one line that says what is wrong.
+  """
+  flags.DEFINE_bool('jetstream', False, 'Serve by the JetStream orchestrator.')
+  flags.DEFINE_string('run', '', 'Folder of the run whose policy to serve.')
+  flags.DEFINE_integer('port', 9000, 'Port.', lower_bound=1, upper_bound=65535)
+  flags.DEFINE_float(
+      'temperature', 0.0, 'Of all answers; 0 is greedy.', lower_bound=0.0
+  )
+  experiment = command.read_flags(argv)
+  given = flags.FLAGS
+  return Serving(
+      experiment, given.jetstream, given.run, given.port, given.temperature
+  )
+
+
+def main(serving: Serving) -> int:
+  """Serves until a signal; returns the exit code."""
+  return command.exit_code(_serve, serving)
+
+
+def _serve(serving: Serving) -> None:
+  if not serving.jetstream:
+    raise ConfigError(
+        '--jetstream is missing, wanted it: the OpenAI-compatible endpoint'
+        ' comes later'
+    )
+  if not math.isfinite(serving.temperature):
+    raise ConfigError(
+        f'--temperature is {serving.temperature}, wanted a finite number'
+    )
+  # pylint: disable=g-import-not-at-top
+  from areal_jax.experiment import prepare_policy
+
+  if serving.run:
+    command.point_to_run(serving.experiment, serving.run)
+  policy = prepare_policy(serving.experiment, serving.temperature)
+  _check_port(serving.port)
+  asked = threading.Event()
+  server = _start(policy, serving.port)
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: asked.set())
+  print(
+      f'{policy.settings.policy.path} answers JetStream requests (gRPC) on port'
+      f' {serving.port}',
+      flush=True,
+  )
+  asked.wait()
+  server.stop()
+
+
+def _check_port(port: int) -> None:
+  """Refuses a port that is taken, which gRPC would share with its owner."""
+  with socket.socket() as taken:
+    try:
+      taken.bind(('', port))
+    except OSError as error:
+      reason = errno.errorcode.get(error.errno, error.strerror)
+      raise ConfigError(
+          f'--port is {port}, wanted one that is free ({reason})'
+      ) from error
+
+
+def _start(policy: PreparedPolicy, port: int) -> Any:
+  """The running server of a policy, everything compiled."""
+  # pylint: disable=g-import-not-at-top
+  import jax
+
+  from areal_jax.experiment import initial_params
+  from areal_jax.mesh.rules import Rules
+  from areal_jax.mesh.slices import (
+      MeshSettings,
+      RolloutMesh,
+      TrainMesh,
+      cut,
+      machine_devices,
+  )
+  from areal_jax.rollout import jetstream
+  from areal_jax.rollout.engine import Engine
+
+  settings, model, rules = policy.settings, policy.model, Rules()
+  # One engine: the orchestrator would put prefixes of one into another.
+  tensor = settings.mesh.rollout.tensor
+  shape = MeshSettings(
+      TrainMesh(tensor=tensor), RolloutMesh(tensor=tensor), colocated=True
+  )
+  (mesh,) = cut(machine_devices(shape), shape).rollout
+  params, _ = initial_params(policy, mesh, rules)
+  if settings.rollout.dtype:
+    params = jax.tree.map(lambda x: x.astype(settings.rollout.dtype), params)
+  engine = jetstream.JetStreamEngine(
+      Engine(model, settings.rollout.engine, mesh, rules),
+      params,
+      tokenizer_path=settings.tokenizer.path,
+      add_bos=settings.tokenizer.add_bos,
+      sampling=policy.sampling,
+  )
+  engine.warm_up()
+  return jetstream.start(engine, port)
+
+
+if __name__ == '__main__':
+  app.run(main, flags_parser=read_flags)

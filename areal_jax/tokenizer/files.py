@@ -1,0 +1,101 @@
+"""Finding a tokenizer on disk, and the files that make it whole.
+
+A path is a sentencepiece `.model`, a `tokenizer.json`, a folder with one of
+the two, or the folder of a run. What was opened can be written elsewhere by its
+`files`: a `.model` as `tokenizer.model`, a folder's as `tokenizer/...`, so that
+the folder of a run is such a path again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any, Mapping
+
+from areal_jax.config import ConfigError
+from areal_jax.tokenizer import chat_template, huggingface_tokenizer
+from areal_jax.tokenizer.base import Tokenizer
+from areal_jax.tokenizer.chat_template import ChatTemplate, read_chat_template
+from areal_jax.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
+from areal_jax.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
+
+MODEL = 'tokenizer.model'
+FOLDER = 'tokenizer'
+_NAMES = (
+    MODEL,
+    huggingface_tokenizer.FILE,
+    chat_template.CONFIG,
+    chat_template.FILE,
+    huggingface_tokenizer.GENERATION,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+  """A tokenizer with its chat template and its files.
+
+  Attributes:
+    tokenizer: reads and writes text.
+    chat: renders messages; None if there is no template.
+    files: contents by the name under which a run's folder keeps them.
+  """
+
+  tokenizer: Tokenizer
+  chat: ChatTemplate | None
+  files: Mapping[str, bytes]
+
+
+def open_tokenizer(
+    path: str | os.PathLike,
+    *,
+    template: str = '',
+    variables: Mapping[str, Any] | None = None,
+) -> Opened:
+  """The tokenizer at a path.
+
+  Args:
+    path: a `.model`, a `tokenizer.json`, a folder with either, or the folder of
+      a run.
+    template: a Jinja text for chats, instead of the one in the folder.
+    variables: what the template may ask for; see `ChatTemplate`.
+
+  Raises:
+    ConfigError: no tokenizer there, or one that cannot be read.
+  """
+  path = pathlib.Path(path)
+  files = _files(path)
+  if list(files) == [MODEL]:
+    opened = SentencePieceTokenizer(files[MODEL])
+    chat = ChatTemplate(template, variables=variables) if template else None
+  else:
+    main = files.get(huggingface_tokenizer.FILE, files.get(MODEL))
+    hugging = main is files.get(huggingface_tokenizer.FILE)
+    opened = (HuggingFaceTokenizer if hugging else SentencePieceTokenizer)(main)
+    chat = read_chat_template(
+        main.parent, override=template, variables=variables
+    )
+    files = {f'{FOLDER}/{name}': file for name, file in files.items()}
+  contents = {name: file.read_bytes() for name, file in files.items()}
+  return Opened(opened, chat, contents)
+
+
+def _files(path: pathlib.Path) -> dict[str, pathlib.Path]:
+  """The files of the tokenizer at a path by their usual names."""
+  if not path.is_dir():
+    if path.suffix != '.json':
+      return {MODEL: path}
+    return {**_neighbours(path.parent), huggingface_tokenizer.FILE: path}
+  for folder in (path, path / FOLDER):
+    files = _neighbours(folder)
+    if MODEL in files or huggingface_tokenizer.FILE in files:
+      return files
+  raise ConfigError(
+      f'tokenizer path is {str(path)!r}, wanted a folder with'
+      f' {huggingface_tokenizer.FILE} or {MODEL}'
+  )
+
+
+def _neighbours(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+  """Those of the files that matter which a folder has."""
+  return {name: folder / name for name in _NAMES if (folder / name).is_file()}

@@ -1,0 +1,108 @@
+"""Tokenizers in the Hugging Face layout: `tokenizer.json` and its neighbours.
+
+The file says how text becomes ids; which of them begin and end an answer is
+said by `tokenizer_config.json` and `generation_config.json` beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any, Sequence
+
+import tokenizers
+
+from areal_jax.config import ConfigError, require
+from areal_jax.tokenizer.chat_template import CONFIG, read_config, token_text
+
+FILE = 'tokenizer.json'
+GENERATION = 'generation_config.json'
+
+
+class HuggingFaceTokenizer:
+  """A `Tokenizer` over a `tokenizer.json`.
+
+  `eos_ids` are that of `tokenizer_config.json` (first) and those of
+  `generation_config.json`; none if neither names any. Special tokens that a
+  text spells out become their ids, as in transformers.
+
+  Args:
+    path: a folder, or the file in one.
+
+  Raises:
+    ConfigError: the file is missing or is no tokenizer, or a neighbour names a
+      token that it does not have.
+  """
+
+  def __init__(self, path: str | os.PathLike):
+    path = pathlib.Path(path)
+    file = path / FILE if path.is_dir() else path
+    self.path = str(path)
+    require(file.is_file(), 'tokenizer path', self.path, f'a {FILE} or a folder'
+            ' with one')  # fmt: skip
+    try:
+      self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
+    # The library's Rust code raises plain `Exception`s.
+    except Exception as error:
+      raise ConfigError(f'{file} is no tokenizer: {error}') from error
+    # A published file may cut or pad: no prompt is to be changed in silence.
+    self._tokenizer.no_truncation()
+    self._tokenizer.no_padding()
+    known = self._tokenizer.get_vocab(with_added_tokens=True)
+    require(bool(known), f'{file}: vocab', known, 'at least one token')
+    self.vocab_size = max(known.values()) + 1
+    folder = file.parent
+    config = read_config(folder / CONFIG)
+    self.bos_id = self._named(config, 'bos_token', folder)
+    eos = self._named(config, 'eos_token', folder)
+    pad = self._named(config, 'pad_token', folder)
+    ends = [] if eos is None else [eos]
+    ends += self._generation_ends(folder)
+    self.eos_ids = tuple(dict.fromkeys(ends))
+    # Padding is masked, so any id serves where there is none of its own.
+    self.pad_id = next((i for i in (pad, eos) if i is not None), 0)
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of the text; none is added to them."""
+    return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+  def encode_chat(self, text: str) -> list[int]:
+    """Ids of a rendered chat."""
+    return self.encode(text)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Text of the ids; special tokens and unknown ids decode to nothing.
+
+    Bytes that are no UTF-8 become U+FFFD.
+    """
+    return self._tokenizer.decode(
+        [int(i) for i in ids], skip_special_tokens=True
+    )
+
+  def _named(
+      self, config: dict[str, Any], name: str, folder: pathlib.Path
+  ) -> int | None:
+    """Id of the token that a config names; None if it names none."""
+    text = token_text(config.get(name))
+    if text is None:
+      return None
+    found = self._tokenizer.token_to_id(text)
+    require(found is not None, f'{folder / CONFIG}: {name}', text,
+            f'a token of {FILE}')  # fmt: skip
+    return found
+
+  def _generation_ends(self, folder: pathlib.Path) -> list[int]:
+    """The ids at which the published policy is to stop."""
+    file = folder / GENERATION
+    ends = read_config(file).get('eos_token_id')
+    ends = [] if ends is None else ends
+    ends = ends if isinstance(ends, list) else [ends]
+    for end in ends:
+      whole = isinstance(end, int) and not isinstance(end, bool)
+      require(
+          whole and 0 <= end < self.vocab_size,
+          f'{file}: eos_token_id',
+          end,
+          f'an id of {FILE}, which has {self.vocab_size}',
+      )
+    return ends

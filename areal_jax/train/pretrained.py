@@ -1,0 +1,192 @@
+"""Where a policy comes from: a published one, a run of ours, or a checkpoint.
+
+`find` says what lies at a path before any device works: a folder in the Hugging
+Face layout, the folder of a run (the policy that it ended with, or else its
+last whole checkpoint), or one checkpoint, of which the parameters alone are
+taken. Either is then loaded whole, or as far as it fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from etils import epath
+import jax
+
+from areal_jax.config import ConfigError, require
+from areal_jax.mesh.rules import Rules
+from areal_jax.models import hf, transformer
+from areal_jax.models.config import ModelConfig, config_from_hf, config_to_hf
+from areal_jax.telemetry import run_folder
+from areal_jax.train import checkpoint
+from areal_jax.train.checkpoint import CheckpointError, Saved
+
+Params = dict[str, Any]
+
+SHAPE = 'policy.json'  # part of a checkpoint: `config_to_hf` of the policy
+_WANTED = (
+    'a Hugging Face folder with a config.json, the folder of a run, or a'
+    ' checkpoint'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+  """A policy that is saved somewhere, of one of two kinds.
+
+  Attributes:
+    folder: in the Hugging Face layout; None for a checkpoint.
+    saved: a checkpoint; None for a folder.
+  """
+
+  folder: pathlib.Path | None
+  saved: Saved | None = None
+
+  def shape(self) -> ModelConfig:
+    """The policy's shape, unresolved. Headers are checked, no array is read.
+
+    Raises:
+      ConfigError: a file that is missing or wrong, or another kind of model.
+    """
+    if self.saved is not None:
+      at = f'{self.saved.path / SHAPE}'
+      return config_from_hf(_read_shape(self.saved), at)
+    file = self.folder / 'config.json'
+    try:
+      published = json.loads(file.read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+      raise ConfigError(f'{file} is not JSON: {error}') from error
+    right = isinstance(published, dict)
+    require(right, str(file), published, 'a JSON object')
+    hf.check_hf(self.folder)
+    return config_from_hf(published, str(file))
+
+  def load(
+      self, config: ModelConfig, mesh: jax.sharding.Mesh, rules: Rules
+  ) -> Params:
+    """All of its parameters, for a policy that runs as `config` says.
+
+    Raises:
+      ConfigError: they are not those of such a policy.
+    """
+    if self.saved is None:
+      return hf.load_params(self.folder, config, mesh, rules)
+    like = _like(config, mesh, rules)
+    try:
+      found, _ = checkpoint.restore_params(
+          self.saved, like, vocabulary_axes(config)
+      )
+    except CheckpointError as error:
+      raise ConfigError(str(error)) from error
+    return _placed(like, found)
+
+  def load_matching(
+      self, config: ModelConfig, params: Params
+  ) -> tuple[Params, tuple[str, ...]]:
+    """Takes what fits into `params`, and names what was left as it is.
+
+    Args:
+      config: of the policy that it goes into.
+      params: its initial parameters, where they belong.
+
+    Raises:
+      ConfigError: nothing fits, or a file cannot be read.
+    """
+    if self.saved is None:
+      taken, left = hf.load_matching(self.folder, config, params)
+    else:
+      like = jax.tree.map(
+          lambda leaf: jax.ShapeDtypeStruct(
+              leaf.shape, leaf.dtype, sharding=leaf.sharding
+          ),
+          params,
+      )
+      # Another number of tokens is another vocabulary, and not its padding.
+      same = _read_shape(self.saved)['vocab_size'] == config.vocab_size
+      found, left = checkpoint.restore_params(
+          self.saved, like, vocabulary_axes(config) if same else {},
+          matching=True,
+      )  # fmt: skip
+      taken = _placed(params, found)
+    if len(left) == len(jax.tree.leaves(params)):
+      where = self.folder if self.saved is None else self.saved.path
+      raise ConfigError(
+          f'{where} has no tensor of the name and shape of any in this policy,'
+          ' wanted some that match'
+      )
+    return taken, left
+
+
+def find(path: str, at: str) -> Pretrained:
+  """What lies at a path.
+
+  Args:
+    path: the setting's value.
+    at: the setting's name, for messages.
+
+  Raises:
+    ConfigError: none of the things that it may be, or a checkpoint that is not
+      whole.
+  """
+  place = epath.Path(path)
+  if checkpoint.is_one(place):
+    try:
+      return Pretrained(None, checkpoint.verify(place))
+    except CheckpointError as error:
+      raise ConfigError(f'{at}: {error}') from error
+  folder = pathlib.Path(path)
+  ended = folder / run_folder.POLICY
+  if (ended / 'config.json').is_file():
+    return Pretrained(ended)
+  for inside in (place, place / run_folder.CHECKPOINTS):
+    if checkpoint.steps(inside):
+      saved, refused = checkpoint.latest(inside)
+      require(saved is not None, at, path,
+              f'a whole checkpoint, but {"; ".join(refused)}')  # fmt: skip
+      return Pretrained(None, saved)
+  require((folder / 'config.json').is_file(), at, path, _WANTED)
+  return Pretrained(folder)
+
+
+def shape_part(config: ModelConfig) -> dict[str, Any]:
+  """The part `SHAPE` of a checkpoint."""
+  return config_to_hf(config)
+
+
+def vocabulary_axes(config: ModelConfig) -> dict[str, int]:
+  """Axis of the vocabulary, which is padded, by name of the parameter."""
+  axes = jax.tree.leaves_with_path(
+      transformer.logical_axes(config), is_leaf=lambda x: isinstance(x, tuple)
+  )
+  return {
+      path[-1].key: names.index('vocab')
+      for path, names in axes
+      if 'vocab' in names
+  }
+
+
+def _read_shape(saved: Saved) -> dict[str, Any]:
+  return saved.read_json(SHAPE)
+
+
+def _like(
+    config: ModelConfig, mesh: jax.sharding.Mesh, rules: Rules
+) -> dict[str, Any]:
+  """Shapes and shardings of a policy's parameters."""
+  return jax.tree.map(
+      lambda leaf, sharding: jax.ShapeDtypeStruct(
+          leaf.shape, leaf.dtype, sharding=sharding
+      ),
+      transformer.abstract_params(config),
+      transformer.param_shardings(config, mesh, rules),
+  )
+
+
+def _placed(tree: Params, found: dict[str, Any]) -> Params:
+  """The tree with the leaves of these names replaced."""
+  return jax.tree.map_with_path(
+      lambda path, leaf: found.get(checkpoint.name_of(path), leaf), tree
+  )

@@ -1,0 +1,455 @@
+"""Whole runs that stop and go on: invariant 3, CASES A17 and A18.
+
+At η = 0 a run that goes on equals one that never stopped, bit for bit. The
+checkpoints themselves are tested in tests/train/test_checkpoint.py, the
+controller's part in tests/rollout/test_controller.py.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax import resume, session
+from areal_jax.config import ConfigError
+from areal_jax.losses.policy import PolicyLoss
+from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh
+from areal_jax.models import hf
+from areal_jax.telemetry import run_folder
+from areal_jax.telemetry.jsonl import read_jsonl
+from areal_jax.train import checkpoint
+from areal_jax.train.checkpoint import CheckpointSettings
+from areal_jax.train.optimizer import OptimizerSettings
+from tests.test_session import assert_same_bits, experiment, policy_of
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def settings(folder, **changes):
+  """A run that needs all of its state: reference, schedule, shuffling."""
+  return experiment(
+      folder,
+      **{
+          'steps': 6,
+          'shuffle_rewards': True,
+          'train__loss': PolicyLoss(kl_coefficient=0.1),
+          'train__optimizer': OptimizerSettings(
+              learning_rate=1e-2,
+              schedule='cosine',
+              warmup_steps=2,
+              total_steps=8,
+          ),
+          **changes,
+      },
+  )
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(tmp_path_factory):
+  return session.run(settings(tmp_path_factory.mktemp('uninterrupted')))
+
+
+@pytest.fixture(scope='module')
+def stopped(tmp_path_factory):
+  """The folder of a run that stopped at steps 2 and 3 and was saved there."""
+  folder = tmp_path_factory.mktemp('stopped')
+  session.run(settings(folder, steps=2))
+  return session.run(settings(folder, steps=3, resume='auto')).folder
+
+
+@pytest.fixture(scope='module')
+def resumed(stopped, tmp_path_factory):
+  """It goes on to step 6 from its first checkpoint: the last is broken."""
+  folder = tmp_path_factory.mktemp('resumed')
+  shutil.copytree(stopped, folder / 'run')
+  broken = folder / 'run/checkpoints/00000003/records.npz'
+  data = bytearray(broken.read_bytes())
+  data[100] ^= 1
+  broken.write_bytes(data)
+  return session.run(
+      settings(
+          folder,
+          resume='auto',
+          checkpoint=CheckpointSettings(
+              every=2, keep_last=1, keep_best='reward_mean'
+          ),
+      )
+  )
+
+
+def state_of(folder):
+  """All arrays of the last checkpoint of a run, by name."""
+  saved, _ = checkpoint.latest(folder / 'checkpoints')
+  where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  wanted = {
+      name: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+      for name, (dtype, shape) in saved.tensors.items()
+  }
+  return saved.step, checkpoint._read_tensors(saved, wanted)
+
+
+def steps_of(folder):
+  """Rows of the steps, without what a clock or this machine decides."""
+  measured = ('_s', '_fraction', 'wall', '_bytes', 'swap_stall_ms', 'running',
+              'in_flight', 'drawn', 'ready')  # fmt: skip
+  kept = ('zero_variance_fraction', 'clip_fraction', 'truncated_fraction')
+  return [
+      {
+          name: value
+          for name, value in row.items()
+          if name in kept or not name.endswith(measured)
+      }
+      for row in read_jsonl(folder / 'metrics.jsonl')
+      if 'loss' in row
+  ]
+
+
+def test_run_that_goes_on_equals_one_that_never_stopped(uninterrupted, resumed):
+  assert_same_bits(policy_of(uninterrupted), policy_of(resumed))
+  (step, ours), (last, theirs) = map(
+      state_of, (resumed.folder, uninterrupted.folder)
+  )
+  assert step == last == 6
+  assert_same_bits(ours, theirs)  # moments, counters and the reference too
+  assert any(name.startswith('roles/reference') for name in ours)
+  assert any(name.startswith('roles/policy/optimizer') for name in ours)
+
+
+def test_every_step_is_told_once_and_as_it_would_have_been(
+    uninterrupted, resumed
+):
+  ours, theirs = steps_of(resumed.folder), steps_of(uninterrupted.folder)
+  assert [row['step'] for row in ours] == [1, 2, 3, 4, 5, 6]
+  assert ours == theirs
+  rates = [row['learning_rate'] for row in ours]
+  assert len(set(rates)) == 6  # CASES A18: the schedule goes on
+  samples = [
+      (resumed.folder / 'samples.jsonl').read_text(),
+      (uninterrupted.folder / 'samples.jsonl').read_text(),
+  ]
+  assert samples[0] == samples[1]
+
+
+def test_version_zero_is_evaluated_once(uninterrupted, resumed):
+  for folder in (uninterrupted.folder, resumed.folder):
+    rows = read_jsonl(folder / 'metrics.jsonl')
+    evaluated = [r['version'] for r in rows if 'eval_accuracy' in r]
+    assert evaluated == [0, 6]
+    answers = read_jsonl(folder / 'evaluations.jsonl')
+    assert len(answers) == 2 * 8
+  ours, theirs = resumed.summary, uninterrupted.summary
+  for name in ('eval_before', 'eval_score_before', 'eval_after',
+               'eval_score_after', 'trained', 'staleness_max',
+               'mixed_version_fraction'):  # fmt: skip
+    assert ours[name] == theirs[name], name
+
+
+def test_events_are_cut_at_the_checkpoint_and_counted_as_a_new_attempt(
+    resumed,
+):
+  events = read_jsonl(resumed.folder / 'events.jsonl')
+  steps = [(e['attempt'], e['version']) for e in events if e['kind'] == 'step']
+  assert steps == [(0, 0), (0, 1), (1, 2), (1, 3), (1, 4), (1, 5)]
+  admitted = [e['draw_index'] for e in events if e['kind'] == 'admit']
+  assert len(admitted) == len(set(admitted))
+  assert sum(e['kind'] == 'restore' for e in events) == 1
+  assert resumed.summary['attempt'] == 1
+  assert resumed.summary['recompiles_after_warmup'] == 0
+
+
+def test_ledger_balances_over_the_restart(resumed):
+  summary = resumed.summary
+  assert summary['trained'] == 4 * 6
+  assert summary['drawn'] == (
+      summary['trained'] + summary['dropped'] + summary['in_flight']
+  )
+  for row in read_jsonl(resumed.folder / 'metrics.jsonl'):
+    if 'drawn' in row:
+      assert row['drawn'] == row['trained'] + row['dropped'] + row['in_flight']
+
+
+def test_last_and_best_are_kept_and_the_best_is_exported(resumed):
+  rewards = {
+      row['step']: row['reward_mean']
+      for row in read_jsonl(resumed.folder / 'metrics.jsonl')
+      if 'loss' in row and row['step'] in (4, 6)
+  }
+  best = max(rewards, key=rewards.get)
+  folder = resumed.folder / 'checkpoints'
+  # Step 2 was saved before there was a metric to be best in.
+  assert checkpoint.steps(folder) == sorted({best, 6})
+  exported = resumed.folder / run_folder.BEST
+  assert (exported / 'model.safetensors').is_file()
+  _, params = hf.load_hf(exported, None, None)
+  same = np.array_equal(params['embedding'], policy_of(resumed)['embedding'])
+  assert same == (best == 6)
+
+
+def test_broken_checkpoint_is_named(stopped, tmp_path):
+  shutil.copytree(stopped, tmp_path / 'run')
+  (tmp_path / 'run/checkpoints/00000003/policy.json').unlink()
+  found = resume.find('auto', str(tmp_path), 'run', '')
+  assert found.saved.step == 2 and len(found.refused) == 1
+  assert '00000003: policy.json is missing, wanted' in found.refused[0]
+
+
+def test_run_that_has_ended_is_left_alone(resumed, capsys):
+  before = {p: p.stat().st_mtime_ns for p in resumed.folder.rglob('*')}
+  again = session.run(settings(resumed.folder.parent, resume='auto'))
+  assert again.summary == json.loads(
+      (resumed.folder / 'summary.json').read_text()
+  )
+  assert {p: p.stat().st_mtime_ns for p in resumed.folder.rglob('*')} == before
+  assert 'has ended at step 6' in capsys.readouterr().err
+
+
+def test_checkpoint_starts_a_run_of_its_own(uninterrupted, stopped, tmp_path):
+  before = {p: p.stat().st_mtime_ns for p in stopped.rglob('*')}
+  result = session.run(
+      settings(
+          tmp_path,
+          name='branch',
+          steps=4,
+          resume=str(stopped / 'checkpoints/00000002'),
+          checkpoint=CheckpointSettings(at_end=False),
+      )
+  )
+  assert result.folder == tmp_path / 'branch'
+  ours, theirs = steps_of(result.folder), steps_of(uninterrupted.folder)
+  assert ours == theirs[:4]
+  assert {p: p.stat().st_mtime_ns for p in stopped.rglob('*')} == before
+
+
+def test_failing_checkpoints_do_not_harm_the_run(tmp_path, capsys):
+  (tmp_path / 'file').write_text('in the way')
+  result = session.run(
+      experiment(
+          tmp_path,
+          steps=2,
+          checkpoint=CheckpointSettings(
+              every=1, folder=str(tmp_path / 'file/below')
+          ),
+      )
+  )
+  assert result.summary['checkpoints_failed'] == 2
+  assert result.summary['checkpoints_saved'] == 0
+  said = capsys.readouterr().err
+  assert 'file/below/run/00000002 could not be written: NotADirectory' in said
+
+
+@pytest.mark.parametrize(
+    'changes, words',
+    [
+        ({'seed': 2}, 'config.seed is 2, wanted 1 as in checkpoint'),
+        (
+            {'policy__model__mlp_width': 48},
+            'config.policy: intermediate_size is 48, wanted 32 as in checkp',
+        ),
+        (
+            {'train__loss': PolicyLoss()},
+            'kl_coefficient is 0, wanted above 0: .* has a reference policy',
+        ),
+        (
+            {'task__train_problems': 33},
+            'problems of the saved data state is 32, wanted 33',
+        ),
+        (
+            {'task__texts': 'tests.resume_texts:letters'},
+            'config.tokenizer is .* the same files as in checkpoint',
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else '',
+)
+def test_settings_of_another_run_are_refused_and_nothing_is_cut(
+    changes, words, stopped
+):
+  before = {p: p.stat().st_mtime_ns for p in stopped.rglob('*')}
+  with pytest.raises(ConfigError, match=words):
+    session.run(settings(stopped.parent, steps=9, resume='auto', **changes))
+  assert {p: p.stat().st_mtime_ns for p in stopped.rglob('*')} == before
+
+
+def test_settings_that_changed_are_told(stopped):
+  saved, _ = checkpoint.latest(stopped / 'checkpoints')
+  config = json.loads((stopped / 'config.json').read_text())
+  config['rollout']['eta'] = float('inf')
+  config['resume'] = 'auto'
+  assert resume.changed_settings(saved, config) == ['rollout.eta: 0.0 -> inf']
+
+
+# What `resume` names.
+
+
+@pytest.fixture
+def run_of(stopped, tmp_path):
+  """A copy of the stopped run, to do things to."""
+  shutil.copytree(stopped, tmp_path / 'run')
+  return tmp_path / 'run'
+
+
+def test_nothing_to_go_on_from_is_a_new_run(tmp_path):
+  assert resume.find('', str(tmp_path), 'run', '') == resume.Start()
+  start = resume.find('auto', str(tmp_path), 'run', '')
+  assert start == resume.Start(folder=tmp_path / 'run')
+
+
+def test_run_killed_before_its_first_checkpoint_starts_anew(run_of, tmp_path):
+  (run_of / 'summary.json').unlink()
+  for path in (run_of / 'checkpoints').iterdir():
+    (path / 'COMMITTED').unlink()
+  start = resume.find('auto', str(tmp_path), 'run', '')
+  assert start.folder == run_of and start.saved is None
+  assert len(start.refused) == 2
+  resume.open_folder(run_of, start, None)
+  assert all(
+      (run_of / name).read_bytes() == b''
+      for name in ('metrics.jsonl', 'events.jsonl', 'samples.jsonl')
+  )
+  assert not (run_of / 'tensorboard').exists()
+
+
+def test_run_with_broken_checkpoints_alone_is_not_started_anew(
+    run_of, tmp_path
+):
+  for path in (run_of / 'checkpoints').iterdir():
+    (path / 'run.json').unlink()
+  with pytest.raises(ConfigError, match='no whole checkpoint: .*run.json is m'):
+    resume.find('auto', str(tmp_path), 'run', '')
+
+
+def test_ended_run_without_checkpoints_is_not_started_anew(run_of, tmp_path):
+  shutil.rmtree(run_of / 'checkpoints')
+  with pytest.raises(ConfigError, match='has ended, and saved no checkpoint'):
+    resume.find('auto', str(tmp_path), 'run', '')
+
+
+def test_paths_that_resume_takes(run_of, tmp_path):
+  def found(path, folder=''):
+    return resume.find(str(path), str(tmp_path / 'other'), 'new', folder)
+
+  in_place = found(run_of)
+  assert in_place.folder == run_of and in_place.saved.step == 3
+  one = found(run_of / 'checkpoints/00000002')
+  assert one.folder is None and one.saved.step == 2 and one.logs == run_of
+  many = found(run_of / 'checkpoints')
+  assert many.folder is None and many.saved.step == 3 and many.logs is None
+
+
+def test_checkpoints_elsewhere_are_found_by_the_name_of_the_run(
+    run_of, tmp_path
+):
+  store = tmp_path / 'store'
+  store.mkdir()
+  shutil.move(run_of / 'checkpoints', store / 'run')
+  shutil.rmtree(run_of)  # another machine than before
+  start = resume.find('auto', str(tmp_path), 'run', str(store))
+  assert start.folder == run_of and start.saved.step == 3
+  short = resume.open_folder(run_of, start, resume.read(start.saved))
+  assert 'metrics.jsonl' in short
+  with pytest.raises(ConfigError, match='checkpoint.folder is .* resume=auto'):
+    resume.find('', str(tmp_path), 'run', str(store))
+
+
+@pytest.mark.parametrize(
+    'path, words',
+    [
+        ('nowhere', "config.resume is '.*nowhere', wanted empty, 'auto', the"),
+        ('run/checkpoints/00000002', 'config.resume: .* it has no COMMITTED'),
+        ('empty', 'config.resume: .*empty has no whole checkpoint'),
+    ],
+)
+def test_paths_that_resume_refuses(path, words, run_of, tmp_path):
+  (run_of / 'checkpoints/00000002/COMMITTED').unlink()
+  (tmp_path / 'empty').mkdir()
+  (tmp_path / 'empty/config.json').write_text('{}')
+  with pytest.raises(ConfigError, match=words):
+    resume.find(str(tmp_path / path), str(tmp_path), 'new', '')
+
+
+# A process that is killed.
+
+CONFIG = """
+import pathlib
+from areal_jax.train.checkpoint import CheckpointSettings
+from tests.test_session import experiment
+
+def get_config():
+  return experiment(
+      pathlib.Path(__file__).parent,
+      steps=100_000,
+      rollout__eta=2.0,
+      rollout__staleness='fifo',
+      task__train_problems=64,
+      checkpoint=CheckpointSettings(every=2),
+  )
+"""
+
+
+def test_killed_run_goes_on_and_trains_every_problem_once(tmp_path):
+  """CASES A17 with a real process: kill -9 while it saves every other step."""
+  (tmp_path / 'config.py').write_text(CONFIG)
+  with open(tmp_path / 'said', 'wb') as said:
+    child = subprocess.Popen(
+        [sys.executable, '-m', 'areal_jax.run',
+         f'--config={tmp_path}/config.py'],
+        cwd=ROOT,
+        stdout=said,
+        stderr=said,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    )  # fmt: skip
+    folder = tmp_path / 'run/checkpoints'
+    try:
+      end = time.monotonic() + 120
+      while max(checkpoint.steps(folder), default=0) < 8:
+        assert child.poll() is None, (tmp_path / 'said').read_text()
+        assert time.monotonic() < end, (tmp_path / 'said').read_text()
+        time.sleep(0.01)
+    finally:
+      child.kill()
+      child.wait()
+  start = resume.find('auto', str(tmp_path), 'run', '')
+  carried = resume.read(start.saved)
+  assert carried.snapshot.ledger.balanced()
+  assert carried.snapshot.ledger.outstanding > 0  # or this shows little
+  told = read_jsonl(tmp_path / 'run/metrics.jsonl')[-1]['step']
+  last = max(told, start.saved.step) + 4
+  result = session.run(
+      experiment(
+          tmp_path,
+          steps=last,
+          rollout__eta=2.0,
+          rollout__staleness='fifo',
+          task__train_problems=64,
+          resume='auto',
+          # Another number of devices than before.
+          mesh=MeshSettings(TrainMesh(fsdp=2), RolloutMesh(replicas=2)),
+      )
+  )
+  trained = [
+      (s['draw_index'], s['sample'])
+      for s in read_jsonl(result.folder / 'samples.jsonl')
+  ]
+  assert len(trained) == len(set(trained)) == 4 * 4 * last
+  # `fifo` trains in the order of the data: every problem, once an epoch.
+  assert sorted({index for index, _ in trained}) == list(range(4 * last))
+  rows = [r for r in read_jsonl(result.folder / 'metrics.jsonl') if 'loss' in r]
+  assert [r['step'] for r in rows] == list(range(1, last + 1))
+  assert max(r['head_staleness_max'] for r in rows) <= 2  # CASES A10
+  again = {
+      e['draw_index']
+      for e in read_jsonl(result.folder / 'events.jsonl')
+      if e['kind'] == 'admit' and e['fields']['attempt'] == 1
+  }
+  assert again == {d.draw_index for d in carried.snapshot.running}
+  summary = result.summary
+  assert summary['drawn'] == (
+      summary['trained'] + summary['dropped'] + summary['in_flight']
+  )
+  assert np.isfinite(summary['staleness_mean'])

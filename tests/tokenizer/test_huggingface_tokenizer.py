@@ -1,0 +1,182 @@
+"""Tokenizers in the Hugging Face layout: published ones, and small ones."""
+
+import gzip
+import json
+import pathlib
+import re
+
+import pytest
+import tokenizers
+
+from areal_jax.config import ConfigError
+from areal_jax.tokenizer.base import render_prompt
+from areal_jax.tokenizer.files import open_tokenizer
+from areal_jax.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
+from areal_jax.types import Message
+
+PUBLISHED = ('smollm2/tokenizer.json', 'gpt2/tokenizer.json',
+             'qwen3/tokenizer.json.gz')  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def published(data_dir, tmp_path_factory):
+  """Opens a published tokenizer in a folder of its own, once."""
+  opened = {}
+
+  def find(name: str) -> HuggingFaceTokenizer:
+    if name not in opened:
+      source = data_dir / 'tokenizers' / name
+      if not source.is_file():
+        pytest.skip(f'no file {source}')
+      folder = tmp_path_factory.mktemp('tokenizer')
+      content = source.read_bytes()
+      if name.endswith('.gz'):
+        content = gzip.decompress(content)
+      (folder / 'tokenizer.json').write_bytes(content)
+      for other in source.parent.iterdir():
+        if other != source:
+          (folder / other.name).write_bytes(other.read_bytes())
+      opened[name] = HuggingFaceTokenizer(folder)
+    return opened[name]
+
+  return find
+
+
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_published_file_encodes_and_decodes_as_the_reference(
+    data_dir, published, name
+):
+  reference = data_dir / 'tokenizers/reference_encodings.json'
+  if not reference.is_file():
+    pytest.skip(f'no file {reference}')
+  expected = json.loads(reference.read_text('utf-8'))[name]
+  tokenizer = published(name)
+  assert tokenizer.vocab_size == expected['vocab_size']
+  assert len(expected['cases']) == 8
+  for case in expected['cases']:
+    assert tokenizer.encode(case['text']) == case['ids']
+    wanted = case['decoded']
+    if tokenizer.eos_ids:  # the reference spells special tokens out
+      wanted = re.sub(r'<\|im_(start|end)\|>', '', wanted)
+    assert tokenizer.decode(case['ids']) == wanted
+
+
+def test_special_ids_come_from_the_neighbours(published):
+  smollm2 = published('smollm2/tokenizer.json')
+  assert (smollm2.bos_id, smollm2.eos_ids, smollm2.pad_id) == (1, (2,), 2)
+  qwen3 = published('qwen3/tokenizer.json.gz')
+  assert (qwen3.bos_id, qwen3.eos_ids, qwen3.pad_id) == (
+      None,
+      (151645,),
+      151643,
+  )
+  gpt2 = published('gpt2/tokenizer.json')
+  assert (gpt2.bos_id, gpt2.eos_ids, gpt2.pad_id) == (None, (), 0)
+
+
+def test_chat_becomes_the_published_ids(data_dir, published):
+  reference = data_dir / 'models/smollm2_135m_instruct/reference.json'
+  if not reference.is_file():
+    pytest.skip(f'no file {reference}')
+  wanted = json.loads(reference.read_text())['chat']
+  opened = open_tokenizer(published('smollm2/tokenizer.json').path)
+  ids = render_prompt(
+      opened.tokenizer,
+      (Message('user', 'What is 7 plus 5?'),),
+      add_bos=True,  # is for plain texts; this template brings its own
+      chat=opened.chat,
+  )
+  assert ids == wanted['prompt_ids']
+
+
+def test_answer_is_decoded_without_special_tokens(published):
+  tokenizer = published('smollm2/tokenizer.json')
+  ids = tokenizer.encode('12<|im_end|>')
+  assert ids[-1] == 2
+  assert tokenizer.decode(ids) == '12'
+  assert tokenizer.decode([*ids, 60_000]) == '12'  # no such id
+
+
+def test_bytes_of_half_a_character_are_replaced(published):
+  tokenizer = published('smollm2/tokenizer.json')
+  ids = tokenizer.encode('𝄞')
+  assert len(ids) > 1
+  assert tokenizer.decode(ids) == '𝄞'
+  assert '\ufffd' in tokenizer.decode(ids[:1])
+
+
+def small(folder: pathlib.Path, **configs: object) -> pathlib.Path:
+  """A word-level tokenizer that cuts, pads and puts BOS in front."""
+  words = ['<s>', '</s>', '<end>', 'a', 'b', 'c']
+  tokenizer = tokenizers.Tokenizer(
+      tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, 'a')
+  )
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  tokenizer.add_special_tokens(words[:3])
+  tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+      single='<s> $A', special_tokens=[('<s>', 0)]
+  )
+  tokenizer.enable_truncation(2)
+  tokenizer.enable_padding(length=8)
+  folder.mkdir(exist_ok=True)
+  tokenizer.save(str(folder / 'tokenizer.json'))
+  for name, content in configs.items():
+    (folder / f'{name}.json').write_text(json.dumps(content))
+  return folder
+
+
+def test_nothing_is_cut_padded_or_put_in_front(tmp_path):
+  tokenizer = HuggingFaceTokenizer(small(tmp_path))
+  assert tokenizer.encode('a b c b a') == [3, 4, 5, 4, 3]
+
+
+@pytest.mark.parametrize(
+    'configs, ends',
+    [
+        ({}, ()),
+        ({'tokenizer_config': {'eos_token': '<end>'}}, (2,)),
+        ({'generation_config': {'eos_token_id': 1}}, (1,)),
+        ({'generation_config': {'eos_token_id': [1, 2]}}, (1, 2)),
+        (
+            {
+                'tokenizer_config': {'eos_token': {'content': '<end>'}},
+                'generation_config': {'eos_token_id': [1, 2]},
+            },
+            (2, 1),  # the chat's own end first: it ends demonstrations
+        ),
+    ],
+)
+def test_all_ends_of_both_files_are_taken(tmp_path, configs, ends):
+  tokenizer = HuggingFaceTokenizer(small(tmp_path, **configs))
+  assert tokenizer.eos_ids == ends
+  assert tokenizer.pad_id == (ends[0] if 'tokenizer_config' in configs else 0)
+
+
+@pytest.mark.parametrize(
+    'configs, message',
+    [
+        (
+            {'tokenizer_config': {'eos_token': '<e>'}},
+            "eos_token is '<e>', want",
+        ),
+        ({'tokenizer_config': {'bos_token': '<e>'}}, "bos_token is '<e>'"),
+        ({'generation_config': {'eos_token_id': 6}}, 'eos_token_id is 6, .* 6'),
+        ({'generation_config': {'eos_token_id': ['x']}}, "eos_token_id is 'x'"),
+        ({'generation_config': [1]}, r'generation_config.json is \[1\]'),
+    ],
+)
+def test_neighbour_that_does_not_fit_is_named(tmp_path, configs, message):
+  with pytest.raises(ConfigError, match=message):
+    HuggingFaceTokenizer(small(tmp_path, **configs))
+
+
+@pytest.mark.parametrize('content', ['', 'hello', '{}', '{"model": 3}'])
+def test_file_that_is_no_tokenizer_is_named(tmp_path, content):
+  (tmp_path / 'tokenizer.json').write_text(content)
+  with pytest.raises(ConfigError, match='tokenizer.json is no tokenizer: '):
+    HuggingFaceTokenizer(tmp_path)
+
+
+def test_missing_file_is_named(tmp_path):
+  with pytest.raises(ConfigError, match='wanted a tokenizer.json or a folder'):
+    HuggingFaceTokenizer(tmp_path)
