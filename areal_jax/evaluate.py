@@ -122,6 +122,7 @@ def _ask(prepared: Prepared, version: int) -> Evaluation:
       build_rollout,
       require_memory,
   )
+  from areal_jax.experiment import initial_params
   from areal_jax.mesh.rules import Rules
   from areal_jax.mesh.slices import (
       MeshSettings,
@@ -129,7 +130,6 @@ def _ask(prepared: Prepared, version: int) -> Evaluation:
       cut,
       machine_devices,
   )
-  from areal_jax.models import hf
   from areal_jax.rewards.scorer import Scorer
   from areal_jax.telemetry.events import EventLog
 
@@ -154,9 +154,7 @@ def _ask(prepared: Prepared, version: int) -> Evaluation:
         model, engine, slices, rules,
         swap='drain', events=events, dispatch_lock=None,
     )  # fmt: skip
-    params = hf.load_params(
-        settings.policy.path, model, slices.rollout[0], rules
-    )
+    params, _ = initial_params(prepared, slices.rollout[0], rules)
     if dtype:
       params = jax.tree.map(lambda x: x.astype(dtype), params)
     weights = [

@@ -52,6 +52,7 @@ from areal_jax.experiment import (
     prepare,
 )
 from areal_jax.ledger import Ledger
+from areal_jax.mesh.host import keep_freed_memory
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, machine_devices
 from areal_jax.models import hf, transformer
@@ -115,7 +116,10 @@ def run(experiment: Experiment) -> Result:
   summary = _ended(start, settings)
   if summary is not None:
     return summary
-  slices = cut(machine_devices(settings.mesh), settings.mesh)
+  devices = machine_devices(settings.mesh)
+  if devices[0].platform == 'cpu':
+    keep_freed_memory()
+  slices = cut(devices, settings.mesh)
   rules = Rules()
   with contextlib.ExitStack() as stack:
     params, left = _first_params(prepared, start, slices, rules)
@@ -227,9 +231,14 @@ class Session:
     )
     if carried is not None:
       self._draws.restore(carried.snapshot.data)
-    # Slices that share devices take turns: two programs with collectives that
-    # reach the devices in different orders would wait for each other for ever.
-    self._turns = threading.Lock() if settings.mesh.colocated else None
+    # Slices that share devices take turns if both have collectives: two such
+    # programs that reach the devices in different orders would wait for each
+    # other for ever. Replicas of one device each decode side by side.
+    mesh = settings.mesh
+    collectives = mesh.train.devices > 1 and mesh.rollout.tensor > 1
+    self._turns = (
+        threading.Lock() if mesh.colocated and collectives else None
+    )
 
   def __enter__(self) -> Session:
     with contextlib.ExitStack() as stack:

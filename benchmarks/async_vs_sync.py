@@ -21,18 +21,18 @@ learning rate so low that answers keep their lengths.
 *The bound.* Both devices of a CPU are the same C cores, so asynchrony cannot
 win what a second machine would. It can win what the synchronous run wastes:
 
-  waiting   cores that have nothing to do: C · wall - spent
+  waiting   cores that have nothing to do: C · wall - others - spent
   waste     decode steps run for all slots of which few still speak:
             (1 - occupancy) · (processor seconds inside of decode dispatches)
 
-  bound = C · wall / (spent - waste)
+  bound = (C · wall - others) / (spent - waste)
 
 with `spent` the processor seconds of the synchronous run and its reward
-workers, and occupancy the share of slots that drew a token in a decode step.
-It is reached by a run that needs nothing more, keeps every slot speaking and no
-core idle. Beside the bound stand its two parts for each arm: tokens a processor
-second (less waste) and cores kept busy (less waiting), whose product is the
-throughput.
+workers, `others` those that other programs took, and occupancy the share of
+slots that drew a token in a decode step. It is reached by a run that needs
+nothing more, keeps every slot speaking and no core idle. Beside the bound stand
+its two parts for each arm: tokens a processor second (less waste) and cores
+kept busy (less waiting), whose product is the throughput.
 
 On devices of their own (8 GPUs, 1.5B parameters, tables 7 and 8 of
 https://arxiv.org/abs/2505.24298) eta 1 gave 1.76 and eta 16 gave 1.92 times the
@@ -144,7 +144,8 @@ class Measured:
 
 def bound(sync: Measured, cores: int) -> float:
   """The most that asynchrony could gain over this run; see the top."""
-  return cores * sync.wall / (sync.spent - sync.waste)
+  to_be_had = cores * sync.wall - sync.elsewhere
+  return to_be_had / (sync.spent - sync.waste)
 
 
 def measure(run: Run, warm: int) -> Measured:
@@ -168,7 +169,9 @@ def measure(run: Run, warm: int) -> Measured:
   inside: dict[str, list[Interval]] = {}
   for lane, kinds in PHASES.items():
     for kind in kinds:
-      spans = [s for s in run.spans(kind) if s['lane'] != 'evaluate']
+      spans = [
+          s for s in run.spans(kind) if not s['lane'].startswith('evaluate')
+      ]
       parts = [runs.overlap(span, window) for span in spans]
       inside[kind] = [part for part in parts if part is not None]
       share = replicas if lane == 'engine' else 1
@@ -176,7 +179,7 @@ def measure(run: Run, warm: int) -> Measured:
   dispatches = [
       span['fields']
       for span in run.spans('generate')
-      if span['lane'] != 'evaluate' and runs.overlap(span, window)
+      if not span['lane'].startswith('evaluate') and runs.overlap(span, window)
   ]
   slots = settings['rollout']['engine']['slots']
   places = slots * sum(d['steps'] for d in dispatches)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Iterable, Mapping
 
 import numpy as np
 
@@ -28,8 +28,8 @@ from areal_jax.telemetry.jsonl import read_jsonl
 # A stretch of time: first and last moment in monotonic seconds.
 Interval = tuple[float, float]
 
-_SAMPLE_S = 0.01
-_LOOK_S = 1.0  # how often new children are looked for
+_SAMPLE_S = 0.02
+_LOOK_S = 0.25  # how often new children are looked for
 _TICKS = os.sysconf('SC_CLK_TCK')
 
 

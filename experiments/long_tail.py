@@ -5,8 +5,8 @@
 A policy of 0.2 M parameters counts from one number to another ('37-40=' ->
 '37;38;39;40.'). How far is drawn from a law with a long tail, so that a few
 answers are ten times as long as the median: what a synchronous step waits for.
-The warm start teaches the task whole; reinforcement learning at a low rate then
-has little left to teach. The experiment is there to be timed, by
+The warm start teaches most of it; reinforcement learning, at a rate so low that
+lengths stay as they are, then goes on. The experiment is there to be timed, by
 `python -m benchmarks.async_vs_sync`. Figures: docs/results.md.
 """
 

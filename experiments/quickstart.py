@@ -24,6 +24,7 @@ from areal_jax.losses.policy import PolicyLoss
 from areal_jax.models.config import ModelConfig
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
+from areal_jax.rollout.evaluation import EvaluationSettings
 from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
@@ -34,8 +35,8 @@ from areal_jax.train.trainer import TrainSettings
 def get_config() -> Experiment:
   return Experiment(
       name='quickstart',
-      steps=100,
-      checkpoint=CheckpointSettings(every=50),
+      steps=200,
+      checkpoint=CheckpointSettings(every=100),
       task=TaskSettings(
           problems='areal_jax.data.running_totals:problems',
           texts='areal_jax.data.running_totals:texts',
@@ -63,26 +64,27 @@ def get_config() -> Experiment:
           packing=PackingSettings(row_tokens=96, rows=14),
       ),
       rollout=RolloutSettings(
-          batch_size=16,
+          batch_size=8,
           group_size=8,
           eta=2.0,
           max_new_tokens=18,
           engine=EngineSettings(
-              slots=48,
+              slots=12,
               max_length=32,
               max_prompt_length=14,
               page_size=8,
               steps=1,
           ),
       ),
+      evaluation=EvaluationSettings(every=50),
       train=TrainSettings(
-          packing=PackingSettings(row_tokens=96, rows=28),
+          packing=PackingSettings(row_tokens=96, rows=14),
           advantages=AdvantageSettings(kind='group'),
           loss=PolicyLoss(clip=0.2),
           optimizer=OptimizerSettings(
               learning_rate=1e-4,
               schedule='linear',
-              total_steps=100,
+              total_steps=200,
               weight_decay=0.0,
               epsilon=1e-8,
           ),

@@ -199,9 +199,10 @@ def test_a_warm_start_that_is_off_asks_for_nothing(tmp_path):
         (4, 2, 2, 6),
         (4, 3, 1, 3),  # the second group has slots for one member
         (4, 8, 1, 2),
+        (8, 2, 1, 6),  # half the slots wait at the door
     ],
 )
-def test_groups_under_way_fill_the_slots_and_one_more_a_replica(
+def test_groups_under_way_fill_the_slots_and_some_wait(
     tmp_path, slots, group, replicas, wanted
 ):
   changes = dict(

@@ -210,6 +210,17 @@ def test_run_that_has_ended_is_left_alone(resumed, capsys):
   assert 'has ended at step 6' in capsys.readouterr().err
 
 
+def test_run_killed_while_it_ended_ends(resumed, tmp_path):
+  shutil.copytree(resumed.folder, tmp_path / 'run')
+  (tmp_path / 'run/summary.json').unlink()
+  shutil.rmtree(tmp_path / 'run/policy')
+  again = session.run(settings(tmp_path, resume='auto'))
+  assert_same_bits(policy_of(again), policy_of(resumed))
+  for name in ('eval_before', 'eval_after', 'trained', 'staleness_mean'):
+    assert again.summary[name] == resumed.summary[name], name
+  assert again.summary['attempt'] == 2
+
+
 def test_checkpoint_starts_a_run_of_its_own(uninterrupted, stopped, tmp_path):
   before = {p: p.stat().st_mtime_ns for p in stopped.rglob('*')}
   result = session.run(
@@ -225,6 +236,22 @@ def test_checkpoint_starts_a_run_of_its_own(uninterrupted, stopped, tmp_path):
   ours, theirs = steps_of(result.folder), steps_of(uninterrupted.folder)
   assert ours == theirs[:4]
   assert {p: p.stat().st_mtime_ns for p in stopped.rglob('*')} == before
+
+
+def test_policy_of_a_run_starts_another_one(resumed, tmp_path):
+  shutil.rmtree(shutil.copytree(resumed.folder, tmp_path / 'old') / 'policy')
+  result = session.run(
+      settings(
+          tmp_path,
+          name='new',
+          steps=1,
+          policy__path=str(tmp_path / 'old'),  # its last checkpoint
+          tokenizer__path=str(tmp_path / 'old/tokenizer.model'),
+      )
+  )
+  ours, theirs = result.summary, resumed.summary
+  assert ours['eval_score_before'] == theirs['eval_score_after']
+  assert [row['step'] for row in steps_of(result.folder)] == [1]
 
 
 def test_failing_checkpoints_do_not_harm_the_run(tmp_path, capsys):
@@ -429,7 +456,7 @@ def test_killed_run_goes_on_and_trains_every_problem_once(tmp_path):
           task__train_problems=64,
           resume='auto',
           # Another number of devices than before.
-          mesh=MeshSettings(TrainMesh(fsdp=2), RolloutMesh(replicas=2)),
+          mesh=MeshSettings(TrainMesh(2, 2), RolloutMesh(2, 2)),
       )
   )
   trained = [

@@ -320,7 +320,8 @@ class Engine:
   ) -> DecodeState:
     """Puts one prefix into several slots, each with its own request."""
     settings = self._slot_settings(slots, requests)
-    return self._insert(prefix, state, dataclasses.asdict(settings))
+    # Not `asdict`, which copies every array.
+    return self._insert(prefix, state, vars(settings))
 
   def generate_steps(
       self, params: Params, state: DecodeState, k: int

@@ -68,7 +68,7 @@ class _Running:
   answer: Callable[[Completion | BaseException], None]
   ids: list[np.ndarray] = dataclasses.field(default_factory=list)
   logps: list[np.ndarray] = dataclasses.field(default_factory=list)
-  versions: list[np.ndarray] = dataclasses.field(default_factory=list)
+  versions: list[int] = dataclasses.field(default_factory=list)  # a dispatch
 
   def __len__(self) -> int:
     return sum(map(len, self.ids))
@@ -397,15 +397,15 @@ class EngineLoop:
         tokens=tokens,
         steps=int(result.steps),
     )
-    drawn = result.valid.sum(axis=1)
+    drawn, active = result.valid.sum(axis=1).tolist(), result.active.tolist()
     for slot, running in enumerate(self._slots):
       if running is None:
         continue
-      n = int(drawn[slot])  # valid steps come first: a slot never wakes up
+      n = drawn[slot]  # valid steps come first: a slot never wakes up
       running.ids.append(result.tokens[slot, :n])
       running.logps.append(result.logps[slot, :n])
-      running.versions.append(np.full(n, version, np.int32))
-      if not result.active[slot]:
+      running.versions.append(version)
+      if not active[slot]:
         self._slots[slot] = None
         last = int(result.tokens[slot, n - 1])
         stopped = bool(result.stopped[slot])
@@ -424,7 +424,9 @@ class EngineLoop:
         request_id=running.request.request_id,
         ids=joined(running.ids, np.int32),
         logps=joined(running.logps, np.float32),
-        versions=joined(running.versions, np.int32),
+        versions=np.repeat(
+            np.asarray(running.versions, np.int32), list(map(len, running.ids))
+        ),
         stop_reason=reason,
         stop_id=stop_id,
         weight_source=f'engine/{self.name}',

@@ -57,7 +57,7 @@ class ProfilingSettings:
   python_calls: bool = False
 
   def validate(self, at: str) -> None:
-    for name in ('first_step', 'memory_step', 'signal_steps'):
+    for name in ('first_step', 'last_step', 'memory_step', 'signal_steps'):
       value = getattr(self, name)
       require(value >= 0, f'{at}.{name}', value, 'at least 0')
     first, last = self.first_step, self.last_step

@@ -27,6 +27,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
 import threading
 import time
@@ -154,7 +155,13 @@ def steps(folder: epath.PathLike) -> list[int]:
 
 def at_step(folder: epath.PathLike, step: int) -> epath.Path:
   """Folder of the checkpoint of a step."""
-  return epath.Path(folder) / f'{step:08d}'
+  return _absolute(folder) / f'{step:08d}'
+
+
+def _absolute(path: epath.PathLike) -> epath.Path:
+  """The path as orbax wants it; one with a scheme, gs://, is absolute."""
+  text = os.fspath(path)
+  return epath.Path(text if '://' in text else os.path.abspath(text))
 
 
 def is_one(path: epath.PathLike) -> bool:
@@ -170,7 +177,7 @@ def verify(path: epath.PathLike) -> Saved:
     CheckpointError: it is not whole; names the file, what was seen, what is
       wanted.
   """
-  path = epath.Path(path)
+  path = _absolute(path)
   marker = path / COMMITTED
   if not marker.exists():
     raise CheckpointError(
@@ -400,6 +407,9 @@ class Checkpointer:
   Attributes:
     saved: how many were written whole.
     failed: how many could not be.
+
+  Raises:
+    ConfigError: the folder holds checkpoints, and none to go on from is named.
   """
 
   def __init__(
@@ -410,7 +420,7 @@ class Checkpointer:
       events: EventLog,
       start: int | None = None,
   ):
-    self._folder = epath.Path(folder)
+    self._folder = _absolute(folder)
     self._settings = settings
     self._events = events
     self.saved = 0
@@ -421,11 +431,15 @@ class Checkpointer:
     )
     self._whole: list[int] = []  # steps of this line, oldest first
     for step in steps(folder):
-      path = at_step(folder, step)
-      if start is not None and step <= start and (path / COMMITTED).exists():
+      marker = at_step(folder, step) / COMMITTED
+      if not marker.exists():
+        continue
+      require(start is not None, 'the folder of checkpoints', str(folder),
+              'one without any, or a run that goes on from them')  # fmt: skip
+      if step <= start:
         self._whole.append(step)
       else:
-        (path / COMMITTED).unlink(missing_ok=True)
+        marker.unlink()
     self._thread = concurrent.futures.ThreadPoolExecutor(
         1, thread_name_prefix='checkpoint'
     )

@@ -17,6 +17,7 @@ from areal_jax.config import ConfigError
 from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.telemetry.profiling import Profiler, ProfilingSettings
 from tests import small_experiment
+from tests.test_session import experiment
 
 
 def traced_steps(folder):
@@ -158,11 +159,10 @@ def test_run_is_profiled_while_it_goes_on(tmp_path, monkeypatch):
     record(self, version, *rest)
 
   monkeypatch.setattr(session.Session, '_record', signalled)
-  settings = small_experiment.experiment(
+  settings = experiment(
       tmp_path,
       steps=4,
       event_bytes=6000,
-      reward__function='tests.session_rewards:ones',
       rollout__eta=float('inf'),
       rollout__max_ready=5,
       profiling=ProfilingSettings(first_step=1, last_step=2),

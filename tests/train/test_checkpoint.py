@@ -128,6 +128,16 @@ def test_round_trip_is_exact(folder):
     saved.read('data.json')
 
 
+def test_folder_may_be_named_from_here(folder, open_, monkeypatch):
+  monkeypatch.chdir(folder.parent)
+  save(open_(start=4, folder='checkpoints'), 5)
+  saved, _ = lib.latest('checkpoints')
+  assert saved.step == 5
+  assert_same(lib.restore_state(saved, shapes(state())), state(5))
+  saved = lib.verify('checkpoints/00000004')
+  assert_same(lib.restore_state(saved, shapes(state())), state(4))
+
+
 def test_folder_says_what_it_holds(folder):
   manifest = json.loads((folder / '00000004/manifest.json').read_text())
   assert manifest['schema_version'] == 1
@@ -456,6 +466,12 @@ def test_run_that_goes_on_leaves_the_other_line(folder, open_):
   assert lib.latest(folder)[0].step == 3
   save(writer, 5)
   assert lib.steps(folder) == [5]
+
+
+def test_checkpoints_of_another_run_are_not_touched(folder, open_):
+  with pytest.raises(ConfigError, match='the folder of checkpoints is .*/chec'):
+    open_()
+  assert lib.latest(folder)[0].step == 4
 
 
 def test_due_steps():

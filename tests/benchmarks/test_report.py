@@ -1,0 +1,45 @@
+"""The form that benchmarks report in."""
+
+import json
+
+import pytest
+
+from benchmarks import report
+
+
+def test_last_line_is_json_of_the_stated_form(capsys):
+  report.show(
+      'some', [report.bounded('a', 2.0, '>= 1.5'), report.Row('b', 3.0)]
+  )
+  *table, last = capsys.readouterr().out.splitlines()
+  assert json.loads(last) == {
+      'name': 'some',
+      'rows': [
+          {'row': 'a', 'value': 2.0, 'bar': '>= 1.5', 'met': True},
+          {'row': 'b', 'value': 3.0, 'bar': '', 'met': True},
+      ],
+  }
+  assert len(table) == 2 and 'met' in table[0]
+
+
+@pytest.mark.parametrize(
+    'value, bar, met',
+    [
+        (1.0, '<= 1', True),
+        (1.1, '<= 1', False),
+        (1.0, '>= 1', True),
+        (0.9, '>= 1', False),
+    ],
+)
+def test_bar_decides_what_is_met(value, bar, met):
+  assert report.bounded('x', value, bar).met is met
+
+
+def test_row_below_its_bar_is_shown_as_such(capsys):
+  report.show('some', [report.bounded('a', 1.0, '>= 2')])
+  assert 'NOT MET' in capsys.readouterr().out.splitlines()[0]
+
+
+def test_other_bars_are_refused():
+  with pytest.raises(ValueError, match='wanted "<= x" or ">= x"'):
+    report.bounded('a', 1.0, 'about 3')
