@@ -35,8 +35,8 @@ from areal_jax.train.trainer import TrainSettings
 def get_config() -> Experiment:
   return Experiment(
       name='quickstart',
-      steps=200,
-      checkpoint=CheckpointSettings(every=100),
+      steps=120,
+      checkpoint=CheckpointSettings(every=60),
       task=TaskSettings(
           problems='areal_jax.data.running_totals:problems',
           texts='areal_jax.data.running_totals:texts',
@@ -76,7 +76,7 @@ def get_config() -> Experiment:
               steps=1,
           ),
       ),
-      evaluation=EvaluationSettings(every=50),
+      evaluation=EvaluationSettings(every=30),
       train=TrainSettings(
           packing=PackingSettings(row_tokens=96, rows=14),
           advantages=AdvantageSettings(kind='group'),
@@ -84,7 +84,7 @@ def get_config() -> Experiment:
           optimizer=OptimizerSettings(
               learning_rate=1e-4,
               schedule='linear',
-              total_steps=200,
+              total_steps=120,
               weight_decay=0.0,
               epsilon=1e-8,
           ),
