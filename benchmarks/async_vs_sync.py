@@ -71,7 +71,7 @@ _OUTPUT = flags.DEFINE_string('output', '', 'Folder of the runs; kept.')
 
 CONFIG = 'experiments/long_tail.py'
 # Tried for each arm: slots at the first k, then k at the best slots.
-SWEEP = {'slots': (32, 64, 128), 'steps': (4, 1, 16)}
+SWEEP = {'slots': (32, 16, 64), 'steps': (4, 1, 16)}
 _SWEEP_STEPS, _SWEEP_WARM = 14, 4
 _SHORT_STEPS, _SHORT_WARM, _SHORT_WARM_START = 14, 4, 150
 
@@ -189,7 +189,8 @@ def measure(run: Run, warm: int) -> Measured:
       tokens=sum(step['fields']['tokens'] for step in steps[warm:]),
       spent=run.load.own_within([window]),
       elsewhere=run.load.elsewhere_within([window]),
-      decoding=run.load.own_within(inside['generate']),
+      # Replicas decode side by side, and their time is spent once.
+      decoding=run.load.own_within(runs.union(inside['generate'])),
       occupancy=sum(d['tokens'] for d in dispatches) / max(1, places),
       phases=phases,
   )

@@ -153,6 +153,17 @@ def seconds(intervals: Iterable[Interval]) -> float:
   return float(sum(last - first for first, last in intervals))
 
 
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+  """The moments that lie in any of them, as intervals apart."""
+  apart: list[Interval] = []
+  for first, last in sorted(intervals):
+    if apart and first <= apart[-1][1]:
+      apart[-1] = (apart[-1][0], max(last, apart[-1][1]))
+    else:
+      apart.append((first, last))
+  return apart
+
+
 def _within(
     moments: np.ndarray, spent: np.ndarray, intervals: Iterable[Interval]
 ) -> float:

@@ -58,3 +58,9 @@ def test_overlap_is_the_part_inside():
   assert runs.overlap(span, (3.0, 4.0)) == (3.0, 4.0)
   assert runs.overlap(span, (5.0, 6.0)) is None
   assert runs.seconds([(0.0, 1.0), (2.0, 2.5)]) == 1.5
+
+
+def test_union_counts_each_moment_once():
+  intervals = [(4.0, 5.0), (0.0, 2.0), (1.0, 1.5), (1.0, 3.0)]
+  assert runs.union(intervals) == [(0.0, 3.0), (4.0, 5.0)]
+  assert runs.union([]) == []
