@@ -35,8 +35,8 @@ from areal_jax.train.trainer import TrainSettings
 def get_config() -> Experiment:
   return Experiment(
       name='quickstart',
-      steps=120,
-      checkpoint=CheckpointSettings(every=60),
+      steps=100,
+      checkpoint=CheckpointSettings(every=50),
       task=TaskSettings(
           problems='areal_jax.data.running_totals:problems',
           texts='areal_jax.data.running_totals:texts',
@@ -64,27 +64,27 @@ def get_config() -> Experiment:
           packing=PackingSettings(row_tokens=96, rows=14),
       ),
       rollout=RolloutSettings(
-          batch_size=8,
+          batch_size=16,
           group_size=8,
           eta=2.0,
           max_new_tokens=18,
           engine=EngineSettings(
-              slots=12,
+              slots=48,
               max_length=32,
               max_prompt_length=14,
               page_size=8,
               steps=1,
           ),
       ),
-      evaluation=EvaluationSettings(every=30),
+      evaluation=EvaluationSettings(every=25),
       train=TrainSettings(
-          packing=PackingSettings(row_tokens=96, rows=14),
+          packing=PackingSettings(row_tokens=96, rows=28),
           advantages=AdvantageSettings(kind='group'),
           loss=PolicyLoss(clip=0.2),
           optimizer=OptimizerSettings(
               learning_rate=1e-4,
               schedule='linear',
-              total_steps=120,
+              total_steps=100,
               weight_decay=0.0,
               epsilon=1e-8,
           ),
