@@ -19,7 +19,7 @@ from areal_jax.types import Problem
 
 SPLITS = ('train', 'eval')
 LENGTHS = (2, 6)
-HABIT = 0.55  # short demonstrations among those that can be
+HABIT = 0.62  # short demonstrations among those that can be
 _EVAL_SHARE = 1 / 8
 _BLOCK = 4096  # prompts drawn at once
 _DRY = 20  # blocks without a new prompt after which none is expected
