@@ -1,0 +1,250 @@
+"""Critics and reward models: one number a token on the trunk of a policy.
+
+In go packed rows as training has them, out comes [B, T] float32. A critic's
+value head says what a token's state is worth; a reward model's head scores a
+whole sequence, at its last token (Bradley-Terry: the difference of two scores
+is the log-odds that one is preferred). The trunk is the policy's Transformer
+without its unembedding, so the trunk of a published policy can start either.
+
+Parameters are the trunk's with the head's beside them, a plain dict as in
+`transformer.py`: 'value' [D] and 'value_bias' [1], or 'score' [D]. Losses and
+files are left to others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from areal_jax.mesh.rules import Rules
+from areal_jax.models import transformer
+from areal_jax.models.config import ModelConfig
+
+Array = jax.Array
+Mesh = jax.sharding.Mesh
+Params = dict[str, Any]
+HeadKind = Literal['value', 'reward']
+
+# Names, sizes and axes of each head; published ones have the same parts: a
+# linear layer with a bias on values (`v_head.summary` of TRL), and one without
+# on scores (`score` of transformers' sequence classifiers).
+_WIDTH, _ONE = 'width', 1
+HEADS: dict[HeadKind, dict[str, str | int]] = {
+    'value': {'value': _WIDTH, 'value_bias': _ONE},
+    'reward': {'score': _WIDTH},
+}
+_STREAM = 0x4EAD  # apart from the trunk's random numbers
+
+
+def trunk_config(config: ModelConfig) -> ModelConfig:
+  """The policy without an unembedding matrix of its own, which is not used."""
+  return dataclasses.replace(config, tied_embeddings=True)
+
+
+# Parameters.
+
+
+def init_params(
+    config: ModelConfig,
+    kind: HeadKind,
+    seed: int,
+    mesh: Mesh | None,
+    rules: Rules | None,
+) -> Params:
+  """Random trunk and head in float32, on the devices that hold them."""
+  trunk = transformer.init_params(trunk_config(config), seed, mesh, rules)
+  return with_head(config, kind, trunk, seed, mesh, rules)
+
+
+def with_head(
+    config: ModelConfig,
+    kind: HeadKind,
+    trunk: Params,
+    seed: int,
+    mesh: Mesh | None,
+    rules: Rules | None,
+) -> Params:
+  """A new head on the trunk of a policy.
+
+  Its weights are normal with standard deviation 1 / (D + 1), as in
+  https://arxiv.org/abs/2009.01325, so that first values are small against
+  rewards of 1; the bias is 0.
+
+  Args:
+    config: of the policy.
+    kind: of the head.
+    trunk: the policy's parameters, used as they are (not copied); what belongs
+      to no trunk is left out.
+    seed: of the head.
+    mesh: where the parameters lie; None for one device.
+    rules: how they lie there.
+  """
+  d = config.width
+
+  def create(key):
+    weight = jax.random.normal(key, (d,), jnp.float32) / (d + 1)
+    return {
+        name: weight if size == _WIDTH else jnp.zeros((size,), jnp.float32)
+        for name, size in HEADS[kind].items()
+    }
+
+  shardings = None
+  if mesh is not None:
+    whole = param_shardings(config, kind, mesh, rules)
+    shardings = {name: whole[name] for name in HEADS[kind]}
+  key = jax.random.fold_in(jax.random.key(seed), _STREAM)
+  with jax.threefry_partitionable(True):
+    head = jax.jit(create, out_shardings=shardings)(key)
+  return {**_trunk(config, trunk), **head}
+
+
+def abstract_params(config: ModelConfig, kind: HeadKind) -> Params:
+  """Trunk and head as `jax.ShapeDtypeStruct`s."""
+  head = {
+      name: jax.ShapeDtypeStruct(
+          (config.width if size == _WIDTH else size,), jnp.float32
+      )
+      for name, size in HEADS[kind].items()
+  }
+  return {**transformer.abstract_params(trunk_config(config)), **head}
+
+
+def logical_axes(config: ModelConfig, kind: HeadKind) -> Params:
+  """Axis names of trunk and head; a head is small and read by all devices."""
+  trunk = transformer.logical_axes(trunk_config(config))
+  return {**trunk, **dict.fromkeys(HEADS[kind], ('norm',))}
+
+
+def param_shardings(
+    config: ModelConfig, kind: HeadKind, mesh: Mesh, rules: Rules
+) -> Params:
+  """A `NamedSharding` for every parameter.
+
+  Raises:
+    ConfigError: an axis that does not divide over its mesh axis.
+  """
+  return jax.tree.map(
+      lambda p, axes: rules.sharding(axes, p.shape, mesh),
+      abstract_params(config, kind),
+      logical_axes(config, kind),
+  )
+
+
+# What they say.
+
+
+def values(
+    config: ModelConfig,
+    params: Params,
+    ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> Array:
+  """What a critic expects of each state.
+
+  V_t = w · h_t + b, h_t the normed state of the last layer at token t, which
+  has seen the tokens up to and with t. The value before a token was sampled is
+  therefore that of the token before it.
+
+  Args:
+    config: of the policy.
+    params: of a critic.
+    ids: [B, T] tokens.
+    positions: [B, T] of each token in its own sequence.
+    segment_ids: [B, T] sequence of the row, from 1; 0 is padding.
+    mesh: where the parameters lie; None for one device.
+    rules: how they lie there.
+
+  Returns:
+    [B, T] float32, in units of reward; 0 on padding.
+  """
+  said = _project(
+      config, params, 'value', ids, positions, segment_ids, mesh, rules
+  )
+  bias = params['value_bias'].astype(jnp.float32)
+  return jnp.where(segment_ids != 0, said + bias, 0.0)
+
+
+def scores(
+    config: ModelConfig,
+    params: Params,
+    ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> Array:
+  """What a reward model makes of each sequence, at its last token.
+
+  r = w · h_last, and one sequence is preferred to another with probability
+  sigmoid(r - r'), so a score has no zero of its own.
+
+  Args:
+    config: of the policy.
+    params: of a reward model.
+    ids: [B, T] tokens.
+    positions: [B, T] of each token in its own sequence.
+    segment_ids: [B, T] sequence of the row, from 1; 0 is padding.
+    mesh: where the parameters lie; None for one device.
+    rules: how they lie there.
+
+  Returns:
+    [B, T] float32, the score at each sequence's last token and 0 elsewhere;
+    `by_segment` gathers them.
+  """
+  said = _project(
+      config, params, 'score', ids, positions, segment_ids, mesh, rules
+  )
+  return jnp.where(last_tokens(segment_ids), said, 0.0)
+
+
+def last_tokens(segment_ids: Array) -> Array:
+  """[B, T] bool: whether a token is the last of its sequence in the row."""
+  following = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
+  return (segment_ids != 0) & (segment_ids != following)
+
+
+def by_segment(per_token: Array, segment_ids: Array, count: int) -> Array:
+  """Sums over the tokens of each sequence.
+
+  Args:
+    per_token: [B, T] such as `scores` returns.
+    segment_ids: [B, T] sequence of the row, from 1; 0 is padding.
+    count: sequences of a row that are asked for; those beyond are left out.
+
+  Returns:
+    [B, count] float32, sequence i + 1 at column i; 0 where there is none.
+  """
+  of = segment_ids[:, :, None] == jnp.arange(1, count + 1)
+  return jnp.sum(jnp.where(of, per_token[:, :, None], 0.0), axis=1)
+
+
+def _project(
+    config, params, name, ids, positions, segment_ids, mesh, rules
+) -> Array:
+  """[B, T] float32: the product of the last states with a head's weights."""
+  x = transformer.hidden(
+      trunk_config(config),
+      _trunk(config, params),
+      ids,
+      positions,
+      segment_ids,
+      mesh=mesh,
+      rules=rules,
+  )
+  # Not a matrix product, which a TPU would round to bfloat16.
+  head = params[name].astype(jnp.float32)
+  return jnp.sum(x.astype(jnp.float32) * head, axis=-1)
+
+
+def _trunk(config: ModelConfig, params: Params) -> Params:
+  """The parameters that belong to the trunk."""
+  names = transformer.abstract_params(trunk_config(config))
+  return {name: params[name] for name in names}
