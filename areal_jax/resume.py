@@ -275,7 +275,16 @@ def _mesh(mesh: jax.sharding.Mesh) -> dict[str, Any]:
 
 
 def read(saved: Saved) -> Carried:
-  """What `parts` was given."""
+  """What `parts` was given.
+
+  Raises:
+    ConfigError: the checkpoint is of a policy alone, and of no run.
+  """
+  if RUN not in saved.files:
+    raise ConfigError(
+        f'config.resume: checkpoint {saved.path} has no {RUN}, wanted that of a'
+        ' run; config.policy.path takes a policy alone'
+    )
   run = saved.read_json(RUN)
   kept = records.loads(saved.read(RECORDS))
   counts = run['ledger']

@@ -1,10 +1,14 @@
 """Checkpoints in the Hugging Face layout, read and written by one table.
 
 In goes a folder with `config.json` and safetensors files (one, or several with
-an index); out come the settings and the parameters, float32 and on their
-devices. The table `ROWS` pairs each published tensor name with our parameter,
-and is read from left to right by `load_hf` and from right to left by `save_hf`.
-Tokenizers are left to `areal_jax.tokenizer`.
+an index); out come the settings and the parameters, on their devices. The table
+`ROWS` pairs each published tensor name with our parameter, and is read from
+left to right by `load_hf` and from right to left by `save_hf`.
+
+Neither holds a whole policy in host memory. Reading, each device's part of a
+parameter is cut out of the files by itself and is gone from the host before the
+next; writing, one parameter is fetched at a time. Tokenizers are left to
+`areal_jax.tokenizer`.
 """
 
 from __future__ import annotations
@@ -20,19 +24,17 @@ from typing import Any, Mapping
 import jax
 import numpy as np
 import safetensors
-import safetensors.numpy
 
-from areal_jax.config import ConfigError, resolve
+from areal_jax.config import ConfigError, require, resolve
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import published, transformer
 from areal_jax.models.config import ModelConfig, config_from_hf, config_to_hf
 
 Params = dict[str, Any]
 
-_CONFIG = 'config.json'
-_INDEX = 'model.safetensors.index.json'
-_WEIGHTS = 'model.safetensors'
-_DTYPES = ('F32', 'BF16', 'F16')  # as the headers of safetensors name them
+_CONFIG = published.CONFIG
+# Bytes that are read at once, so that a tensor need not be there twice.
+_CHUNK = 1 << 20
 # Tables that old checkpoints store; they follow from the settings.
 _IGNORED = re.compile(r'\.rotary_emb\.inv_freq$')
 
@@ -41,32 +43,35 @@ _IGNORED = re.compile(r'\.rotary_emb\.inv_freq$')
 class Row:
   """A published tensor and ours.
 
+  Where the name has a {layer}, published tensors are stacked along our first
+  axis; what follows is of the axes behind it.
+
   `inputs` is the number of our axes that a matrix sums over. Published ones
   are [outputs, inputs], ours have the inputs first and heads as an axis of
   their own. None keeps the order of axes.
   """
 
-  hf: str  # with {layer} where there is one a layer
+  hf: str
   path: tuple[str, ...]
   inputs: int | None = None
 
-  def hf_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The published shape of one layer's tensor of ours."""
+  def groups(self, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Our axes, of one tensor, behind each of the published ones."""
+    axes = tuple(range(rank))
     if self.inputs is not None:
-      split = self.inputs
-      return math.prod(shape[split:]), math.prod(shape[:split])
+      return axes[self.inputs :], axes[: self.inputs]
     # A bias of heads is flat there; the embedding has two axes in both.
-    return shape if self.path == ('embedding',) else (math.prod(shape),)
+    return ((0,), (1,)) if self.path == ('embedding',) else (axes,)
 
-  def read(self, theirs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    theirs = theirs if self.inputs is None else theirs.T
-    return theirs.reshape(shape)
+  def hf_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The published shape of one tensor of ours."""
+    groups = self.groups(len(shape))
+    return tuple(math.prod(shape[a] for a in group) for group in groups)
 
   def write(self, ours: np.ndarray) -> np.ndarray:
-    shape = self.hf_shape(ours.shape)
-    if self.inputs is None:
-      return ours.reshape(shape)
-    return np.ascontiguousarray(ours.reshape(shape[::-1]).T)
+    """One tensor of ours as it is published."""
+    order = [a for group in self.groups(ours.ndim) for a in group]
+    return ours.transpose(order).reshape(self.hf_shape(ours.shape))
 
 
 _L = 'model.layers.{layer}.'
@@ -97,6 +102,7 @@ def load_hf(
     rules: Rules | None,
     *,
     overrides: Mapping[str, Any] | None = None,
+    dtype: str = 'float32',
 ) -> tuple[ModelConfig, Params]:
   """Reads a checkpoint folder.
 
@@ -106,9 +112,10 @@ def load_hf(
     rules: how they lie there.
     overrides: fields of `ModelConfig` to set after reading, such as
       `vocab_multiple`, `layer_loop` or `compute_dtype`.
+    dtype: of the parameters, whatever that of the files.
 
   Returns:
-    The resolved settings, and the parameters in float32.
+    The resolved settings, and the parameters.
 
   Raises:
     ConfigError: a file that is missing or not readable; a setting this model
@@ -116,24 +123,19 @@ def load_hf(
   """
   folder = pathlib.Path(folder)
   config = _load_config(folder, overrides or {})
-  # The published vocabulary has no padding.
-  plain = dataclasses.replace(config, vocab_multiple=1)
-  shapes = transformer.abstract_params(plain)
-  axes = transformer.logical_axes(config)
+  shapes = transformer.abstract_params(config)
   shardings = None
   if mesh is not None:
     shardings = transformer.param_shardings(config, mesh, rules)
-  rows = _rows(shapes)
   params: Params = {}
   with contextlib.ExitStack() as stack:
-    tensors = _open_tensors(folder, stack)
-    _check_names(folder, config, tensors, rows)
+    source = _Source(folder, config, stack)
+    rows = _rows(shapes)
+    _check_names(source, config, rows)
     for row in rows:
-      shape = _at(shapes, row.path).shape
-      ours = _read_row(folder, tensors, row, shape)
-      ours = _pad_vocab(ours, _at(axes, row.path), config)
       where = None if shardings is None else _at(shardings, row.path)
-      _put(params, row.path, jax.device_put(ours, where))
+      shape = _at(shapes, row.path).shape
+      _put(params, row.path, source.load(row, shape, where, dtype))
   return config, params
 
 
@@ -175,24 +177,17 @@ def load_matching(
   Raises:
     ConfigError: a file that is missing or not readable.
   """
-  folder = pathlib.Path(folder)
-  shapes = transformer.abstract_params(
-      dataclasses.replace(config, vocab_multiple=1)
-  )
-  axes = transformer.logical_axes(config)
   taken = jax.tree.map(lambda leaf: leaf, params)
   left = []
   with contextlib.ExitStack() as stack:
-    tensors = _open_tensors(folder, stack)
+    source = _Source(pathlib.Path(folder), config, stack)
     for row in _rows(params):
-      shape = _at(shapes, row.path).shape
-      if not _fits(tensors, row, shape):
+      leaf = _at(params, row.path)
+      if source.fits(row):
+        leaf = source.load(row, leaf.shape, leaf.sharding, leaf.dtype)
+        _put(taken, row.path, leaf)
+      else:
         left.append('/'.join(row.path))
-        continue
-      ours = _read_row(folder, tensors, row, shape)
-      ours = _pad_vocab(ours, _at(axes, row.path), config)
-      where = _at(params, row.path).sharding
-      _put(taken, row.path, jax.device_put(ours, where))
   return taken, tuple(left)
 
 
@@ -204,53 +199,229 @@ def check_hf(folder: str | pathlib.Path) -> None:
   """
   folder = pathlib.Path(folder)
   config = _load_config(folder, {})
-  shapes = transformer.abstract_params(config)
-  rows = _rows(shapes)
   with contextlib.ExitStack() as stack:
-    tensors = _open_tensors(folder, stack)
-    _check_names(folder, config, tensors, rows)
+    source = _Source(folder, config, stack)
+    rows = _rows(source.shapes)
+    _check_names(source, config, rows)
     for row in rows:
-      shape = _at(shapes, row.path).shape
-      layered = '{layer}' in row.hf
-      for layer in range(shape[0] if layered else 1):
-        name = row.hf.format(layer=layer)
-        _check_tensor(
-            folder, tensors, name, row.hf_shape(shape[1:] if layered else shape)
-        )
+      source.check(row)
 
 
 def save_hf(
-    folder: str | pathlib.Path, config: ModelConfig, params: Params
+    folder: str | pathlib.Path,
+    config: ModelConfig,
+    params: Params,
+    *,
+    dtype: str | None = None,
+    limit: int = published.LIMIT,
+    files: Mapping[str, bytes] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
-  """Writes `config.json` and `model.safetensors`, in the parameters' dtype.
+  """Writes `config.json` and safetensors, one file or several with an index.
 
   Args:
-    folder: made if it is not there; files of these names are replaced.
+    folder: made if it is not there; weights that it had are replaced.
     config: of the policy.
     params: of the policy, every part addressable from this process.
+    dtype: of the tensors; None for that of each parameter.
+    limit: bytes of tensors in one file, if there is more than one in it.
+    files: others that go along, such as those of its tokenizer.
+    more: fields of `config.json` that are none of the policy's, such as
+      `eos_token_id`.
 
   Raises:
-    ConfigError: no family of published checkpoints has these settings.
+    ConfigError: no family of published checkpoints has these settings, or a
+      dtype is none that is published.
   """
-  folder = pathlib.Path(folder)
-  described = config_to_hf(config)
-  described['torch_dtype'] = str(params['embedding'].dtype)
-  axes = transformer.logical_axes(config)
-  tensors = {}
-  for row in _rows(params):
-    ours = np.asarray(_at(params, row.path))
-    ours = _cut_vocab(ours, _at(axes, row.path), config)
-    if '{layer}' in row.hf:
-      for layer, part in enumerate(ours):
-        tensors[row.hf.format(layer=layer)] = row.write(part)
-    else:
-      tensors[row.hf] = row.write(ours)
-  folder.mkdir(parents=True, exist_ok=True)
-  (folder / _CONFIG).write_text(json.dumps(described, indent=2) + '\n')
-  # Readers of the Hugging Face libraries ask which framework wrote it.
-  safetensors.numpy.save_file(
-      tensors, folder / _WEIGHTS, metadata={'format': 'pt'}
-  )
+  plain = transformer.abstract_params(_unpadded(config))
+  rows = _rows(plain)
+  shapes = []
+  for row, name, place in _in_order(config, rows):
+    sizes = row.hf_shape(_at(plain, row.path).shape[len(place) :])
+    kind = np.dtype(dtype or _at(params, row.path).dtype)
+    shapes.append(published.Shape(name, sizes, kind))
+
+  def tensors():
+    for row in rows:
+      shape = _at(plain, row.path).shape
+      ours = _to_host(_at(params, row.path))
+      ours = ours[tuple(slice(size) for size in shape)]  # less the padded ids
+      for name, place in _parts(config, row):
+        yield name, row.write(ours[place])
+
+  described = {**config_to_hf(config), **(more or {})}
+  described['torch_dtype'] = dtype or str(params['embedding'].dtype)
+  published.write_folder(
+      pathlib.Path(folder), described, shapes, tensors(),
+      limit=limit, files=files,
+  )  # fmt: skip
+
+
+# Reading.
+
+
+class _Source:
+  """The open files of a folder; cuts parameters out of them.
+
+  Attributes:
+    folder: of the files.
+    config: of the policy.
+    tensors: every tensor name with the open file that has it.
+    shapes: our parameters as they are published, without padded ids.
+  """
+
+  def __init__(
+      self,
+      folder: pathlib.Path,
+      config: ModelConfig,
+      stack: contextlib.ExitStack,
+  ):
+    self.folder = folder
+    self.config = config
+    self.tensors = _open_tensors(folder, stack)
+    self.shapes = transformer.abstract_params(_unpadded(config))
+
+  def fits(self, row: Row) -> bool:
+    """Whether the published tensors make up a parameter like this."""
+    parts = _parts(self.config, row)
+    more = row.hf.format(layer=len(parts))
+    if more not in [name for name, _ in parts] and more in self.tensors:
+      return False  # there are more layers
+    wanted = self._wanted(row)
+    return all(
+        name in self.tensors
+        and not self._difference(self._header(name), wanted)
+        for name, _ in parts
+    )
+
+  def check(self, row: Row) -> None:
+    """Raises if a header says another shape, or a type that is not read."""
+    wanted = self._wanted(row)
+    for name, _ in _parts(self.config, row):
+      difference = self._difference(self._header(name), wanted)
+      if difference:
+        raise ConfigError(f'{self.folder}: tensor {name} {difference}')
+
+  def load(
+      self,
+      row: Row,
+      shape: tuple[int, ...],
+      sharding: jax.sharding.Sharding | None,
+      dtype: Any,
+  ) -> jax.Array:
+    """One parameter on its devices.
+
+    Args:
+      row: of the table.
+      shape: with padded ids, whose weights are zeros.
+      sharding: where each part goes; None for the default device.
+      dtype: of the parameter.
+    """
+    self.check(row)
+    whole = tuple(slice(0, size) for size in shape)
+    if sharding is None:
+      return jax.device_put(self._block(row, whole, dtype))
+    # Equal parts go to several devices: each is read once.
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    parts = sharding.addressable_devices_indices_map(shape)
+    for device, index in parts.items():
+      spans = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
+      devices.setdefault(spans, []).append(device)
+    placed = {}
+    for spans, alike in devices.items():
+      block = self._block(row, tuple(slice(*span) for span in spans), dtype)
+      for device in alike:
+        placed[device] = jax.device_put(block, device)
+      # Or the host would hold parts that wait for their transfer.
+      jax.block_until_ready([placed[device] for device in alike])
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [placed[device] for device in parts]
+    )
+
+  def _block(
+      self, row: Row, index: tuple[slice, ...], dtype: Any
+  ) -> np.ndarray:
+    """A part of a parameter, cut out of its published tensors."""
+    shape = _at(self.shapes, row.path).shape
+    sizes = tuple(span.stop - span.start for span in index)
+    real = tuple(
+        slice(min(span.start, size), min(span.stop, size))
+        for span, size in zip(index, shape)
+    )
+    padded = real != index
+    block = (np.zeros if padded else np.empty)(sizes, np.dtype(dtype))
+    filled = block[tuple(slice(s.stop - s.start) for s in real)]
+    if not filled.size:
+      return block
+    for name, place in _parts(self.config, row):
+      deep = len(place)
+      within = [p - s.start for p, s in zip(place, real)]
+      if all(0 <= w < n for w, n in zip(within, filled.shape)):
+        header = self._header(name)
+        _cut(row, header, shape[deep:], real[deep:], filled[tuple(within)])
+    return block
+
+  def _wanted(self, row: Row) -> tuple[int, ...]:
+    """The published shape of each of a row's tensors."""
+    _, place = _parts(self.config, row)[0]
+    return row.hf_shape(_at(self.shapes, row.path).shape[len(place) :])
+
+  def _header(self, name: str) -> Any:
+    return self.tensors[name].get_slice(name)
+
+  def _difference(self, header: Any, wanted: tuple[int, ...]) -> str:
+    """What is wrong with a tensor; empty if nothing is."""
+    shape, kind = tuple(header.get_shape()), header.get_dtype()
+    if shape != wanted:
+      return f'has shape {shape}, wanted {wanted} by {_CONFIG}'
+    if kind not in published.KINDS.values():
+      return (
+          f'is {kind}, wanted float32 (F32), bfloat16 (BF16) or float16 (F16)'
+      )
+    return ''
+
+
+def _cut(
+    row: Row,
+    header: Any,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
+    out: np.ndarray,
+) -> None:
+  """Reads a part of one published tensor into ours, a few rows at a time.
+
+  Args:
+    row: of the table.
+    header: of the published tensor, which slices it without reading the rest.
+    shape: of our tensor.
+    index: the part of it.
+    out: of the part's shape, to be filled.
+  """
+  groups = row.groups(len(shape))
+  order = [axis for group in groups for axis in group]
+  # Of a group of our axes in one published axis, a range of the first is a
+  # range there; the others are read whole and cut afterwards.
+  firsts = [group[0] for group in groups]
+  units = [math.prod(shape[a] for a in group[1:]) for group in groups]
+  spans = [
+      slice(index[a].start * unit, index[a].stop * unit)
+      for a, unit in zip(firsts, units)
+  ]
+  lead = firsts[0]
+  width = math.prod(s.stop - s.start for s in spans[1:])
+  step = max(1, _CHUNK // (4 * units[0] * width))
+  rest = tuple(slice(None) if a in firsts else s for a, s in enumerate(index))
+  for start in range(index[lead].start, index[lead].stop, step):
+    stop = min(start + step, index[lead].stop)
+    spans[0] = slice(start * units[0], stop * units[0])
+    theirs = header[tuple(spans)]
+    sizes = {a: index[a].stop - index[a].start for a in firsts}
+    sizes[lead] = stop - start
+    theirs = theirs.reshape([sizes.get(a, shape[a]) for a in order])
+    place = [slice(None)] * len(shape)
+    first = index[lead].start
+    place[lead] = slice(start - first, stop - first)
+    out[tuple(place)] = theirs.transpose(np.argsort(order))[rest]
 
 
 # Helpers.
@@ -272,19 +443,24 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
   if not path.is_file():
     raise ConfigError(f'there is no file {path}')
   try:
-    return json.loads(path.read_text())
-  except json.JSONDecodeError as error:
+    found = json.loads(path.read_bytes())
+  except (json.JSONDecodeError, UnicodeDecodeError) as error:
     raise ConfigError(f'{path} is not JSON: {error}') from error
+  require(isinstance(found, dict), str(path), found, 'a JSON object')
+  return found
 
 
 def _open_tensors(
     folder: pathlib.Path, stack: contextlib.ExitStack
 ) -> dict[str, Any]:
   """Every tensor name of the folder with the open file that has it."""
-  if (folder / _INDEX).is_file():
-    names = sorted(set(_read_json(folder / _INDEX)['weight_map'].values()))
-  else:
-    names = [_WEIGHTS]
+  names = [published.WEIGHTS]
+  index = folder / published.INDEX
+  if index.is_file():
+    where = _read_json(index).get('weight_map')
+    require(isinstance(where, dict), f'{index}: weight_map', where,
+            'a file for each tensor')  # fmt: skip
+    names = sorted(set(where.values()))
   tensors = {}
   for name in names:
     path = folder / name
@@ -298,15 +474,10 @@ def _open_tensors(
   return tensors
 
 
-def _check_names(
-    folder: pathlib.Path,
-    config: ModelConfig,
-    tensors: Mapping[str, Any],
-    rows: list[Row],
-) -> None:
+def _check_names(source: _Source, config: ModelConfig, rows: list[Row]) -> None:
   """Raises if the folder lacks a tensor, or has one that has no place."""
-  layers = range(config.layers)
-  wanted = {row.hf.format(layer=layer) for row in rows for layer in layers}
+  folder, tensors = source.folder, source.tensors
+  wanted = {name for row in rows for name, _ in _parts(config, row)}
   missing = sorted(wanted - set(tensors))
   if missing:
     raise ConfigError(f'{folder} lacks {len(missing)} tensors: {_few(missing)}')
@@ -314,8 +485,7 @@ def _check_names(
   # Some writers store the tied matrix twice; two different ones are not tied.
   head = 'lm_head.weight'
   if config.tied_embeddings and head in extra:
-    tied = [tensors[n].get_tensor(n) for n in (head, ROWS[0].hf)]
-    if np.array_equal(*tied):
+    if _equal(*(tensors[n].get_slice(n) for n in (head, ROWS[0].hf))):
       extra.remove(head)
   if extra:
     raise ConfigError(
@@ -325,77 +495,20 @@ def _check_names(
     )
 
 
-def _few(names: list[str]) -> str:
-  return ', '.join(names[:4]) + (', ...' if len(names) > 4 else '')
-
-
-def _read_row(
-    folder: pathlib.Path,
-    tensors: Mapping[str, Any],
-    row: Row,
-    shape: tuple[int, ...],
-) -> np.ndarray:
-  """One parameter in float32, its layers stacked."""
-  if '{layer}' not in row.hf:
-    return _read_tensor(folder, tensors, row, row.hf, shape)
-  ours = np.empty(shape, np.float32)
-  for layer in range(shape[0]):
-    name = row.hf.format(layer=layer)
-    ours[layer] = _read_tensor(folder, tensors, row, name, shape[1:])
-  return ours
-
-
-def _read_tensor(
-    folder: pathlib.Path,
-    tensors: Mapping[str, Any],
-    row: Row,
-    name: str,
-    shape: tuple[int, ...],
-) -> np.ndarray:
-  _check_tensor(folder, tensors, name, row.hf_shape(shape))
-  theirs = tensors[name].get_tensor(name)
-  return row.read(theirs.astype(np.float32), shape)
-
-
-def _fits(
-    tensors: Mapping[str, Any], row: Row, shape: tuple[int, ...]
-) -> bool:
-  """Whether the published tensors of a row make up a parameter like this."""
-  names, inner = [row.hf], shape
-  if '{layer}' in row.hf:
-    if row.hf.format(layer=shape[0]) in tensors:
-      return False  # there are more layers
-    names = [row.hf.format(layer=layer) for layer in range(shape[0])]
-    inner = shape[1:]
-  wanted = row.hf_shape(inner)
-  headers = [tensors[n].get_slice(n) if n in tensors else None for n in names]
+def _equal(one: Any, other: Any) -> bool:
+  """Whether two matrices are the same, a few rows at a time."""
+  shape = one.get_shape()
+  if shape != other.get_shape():
+    return False
+  step = max(1, _CHUNK // (4 * shape[-1]))
   return all(
-      h is not None
-      and tuple(h.get_shape()) == wanted
-      and h.get_dtype() in _DTYPES
-      for h in headers
+      np.array_equal(one[start : start + step], other[start : start + step])
+      for start in range(0, shape[0], step)
   )
 
 
-def _check_tensor(
-    folder: pathlib.Path,
-    tensors: Mapping[str, Any],
-    name: str,
-    wanted: tuple[int, ...],
-) -> None:
-  """Raises if the header says another shape, or a type that is not read."""
-  header = tensors[name].get_slice(name)
-  shape, kind = tuple(header.get_shape()), header.get_dtype()
-  if shape != wanted:
-    raise ConfigError(
-        f'{folder}: tensor {name} has shape {shape}, wanted {wanted} by'
-        f' {_CONFIG}'
-    )
-  if kind not in _DTYPES:
-    raise ConfigError(
-        f'{folder}: tensor {name} is {kind}, wanted float32 (F32), bfloat16'
-        ' (BF16) or float16 (F16)'
-    )
+def _few(names: list[str]) -> str:
+  return ', '.join(names[:4]) + (', ...' if len(names) > 4 else '')
 
 
 def _rows(params: Params) -> list[Row]:
@@ -420,19 +533,39 @@ def _put(tree: Params, path: tuple[str, ...], leaf: Any) -> None:
   tree[path[-1]] = leaf
 
 
-def _pad_vocab(
-    array: np.ndarray, axes: tuple[str, ...], config: ModelConfig
-) -> np.ndarray:
-  """Adds the padded ids, with zeros for weights."""
-  more = config.padded_vocab_size - config.vocab_size
-  return np.pad(array, [(0, more if a == 'vocab' else 0) for a in axes])
+def _unpadded(config: ModelConfig) -> ModelConfig:
+  """The published vocabulary has no padding."""
+  return dataclasses.replace(config, vocab_multiple=1)
 
 
-def _cut_vocab(
-    array: np.ndarray, axes: tuple[str, ...], config: ModelConfig
-) -> np.ndarray:
-  """Removes the padded ids."""
-  keep = tuple(
-      slice(config.vocab_size) if a == 'vocab' else slice(None) for a in axes
+def _parts(config: ModelConfig, row: Row) -> list[tuple[str, tuple[int, ...]]]:
+  """Published tensors that make up a parameter, with their places in it."""
+  if '{layer}' not in row.hf:
+    return [(row.hf, ())]
+  return [(row.hf.format(layer=n), (n,)) for n in range(config.layers)]
+
+
+def _in_order(
+    config: ModelConfig, rows: list[Row]
+) -> list[tuple[Row, str, tuple[int, ...]]]:
+  """All published tensors, layer by layer between what stands around them."""
+  first = next(n for n, row in enumerate(rows) if row.path[0] == 'blocks')
+  keyed = []
+  for number, row in enumerate(rows):
+    for name, place in _parts(config, row):
+      layer = place[0] if place else -1 if number < first else config.layers
+      keyed.append(((layer, number, place), (row, name, place)))
+  return [part for _, part in sorted(keyed, key=lambda k: k[0])]
+
+
+def _to_host(leaf: Any) -> np.ndarray:
+  """A whole parameter in host memory, of which jax keeps no copy.
+
+  It would with `np.asarray`, for as long as the parameter lives.
+  """
+  if not isinstance(leaf, jax.Array):
+    return np.asarray(leaf)
+  parts = [shard.data for shard in leaf.addressable_shards]
+  return np.asarray(
+      jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
   )
-  return array[keep]

@@ -1,6 +1,10 @@
 """Checkpoints pass through the table both ways, or are refused by name."""
 
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,7 @@ from safetensors import numpy as st
 
 from areal_jax.config import ConfigError, resolve
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import hf, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.hf import load_hf, save_hf
 from tests import tiny
@@ -130,6 +134,112 @@ def test_half_precision_is_read_as_float32(tmp_path, dtype):
   jax.tree.map(np.testing.assert_array_equal, got, params)
 
 
+@pytest.mark.parametrize('stored', ['float32', 'float16', 'bfloat16'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_parameters_have_the_dtype_that_is_asked_for(tmp_path, stored, dtype):
+  config = make_config()
+  generator = np.random.default_rng(0)
+  params = jax.tree.map(
+      lambda p: generator.standard_normal(p.shape, np.float32),
+      transformer.abstract_params(config),
+  )
+  save_hf(tmp_path, config, params, dtype=stored)
+  described = json.loads((tmp_path / 'config.json').read_text())
+  assert described['torch_dtype'] == stored
+  _, got = load_hf(tmp_path, None, None, dtype=dtype)
+  jax.tree.map(
+      lambda ours, p: np.testing.assert_array_equal(
+          np.asarray(ours), p.astype(stored).astype(dtype), strict=True
+      ),
+      got,
+      params,
+  )
+
+
+@pytest.mark.parametrize('shape', [(1, 1), (4, 1), (1, 2), (2, 2)])
+def test_every_cut_of_the_parameters_is_read(tmp_path, monkeypatch, shape):
+  # A few numbers at once, so that tensors come in pieces.
+  monkeypatch.setattr(hf, '_CHUNK', 100)
+  config = make_config()
+  params = make_params(config)
+  save_hf(tmp_path, config, params)
+  mesh = tiny.mesh(*shape)
+  padded = dict(vocab_multiple=8)
+  for rules in (Rules(), Rules(layer='fsdp', embed=None, head='tensor',
+                               heads=None, kv_heads=None)):  # fmt: skip
+    if shape[0] == 4 and rules.layer:
+      continue  # two layers do not divide over it
+    config, got = load_hf(tmp_path, mesh, rules, overrides=padded)
+    wanted = transformer.param_shardings(config, mesh, rules)
+    assert jax.tree.map(lambda x: x.sharding, got) == wanted
+    cut = {'embedding': np.s_[:6], 'unembedding': np.s_[:, :6]}
+    for name, keep in cut.items():
+      assert np.abs(got[name]).sum() == np.abs(params[name]).sum()
+      got[name] = np.asarray(got[name])[keep]
+    jax.tree.map(np.testing.assert_array_equal, got, params)
+
+
+def test_a_policy_is_exported_in_several_files_and_in_any_dtype(tmp_path):
+  config, params = make_config(), make_params(make_config())
+  save_hf(tmp_path / 'one', config, params, dtype='bfloat16')
+  on = jax.device_put(
+      params, transformer.param_shardings(config, tiny.mesh(2, 2), Rules())
+  )
+  save_hf(tmp_path / 'more', config, on, dtype='bfloat16', limit=500)
+  index = tmp_path / 'more/model.safetensors.index.json'
+  where = json.loads(index.read_text())['weight_map']
+  one = st.load_file(tmp_path / 'one/model.safetensors')
+  assert set(where) == set(one) and len(set(where.values())) > 3
+  # Layer by layer: those of layer 1 lie behind all of layer 0.
+  layers = [
+      [file for name, file in where.items() if f'layers.{n}.' in name]
+      for n in (0, 1)
+  ]
+  assert max(layers[0]) <= min(layers[1])
+  for name, file in where.items():
+    found = st.load_file(tmp_path / 'more' / file)
+    size = sum(tensor.nbytes for tensor in found.values())
+    assert size <= 500 or len(found) == 1
+    np.testing.assert_array_equal(found[name], one[name], strict=True)
+  _, got = load_hf(tmp_path / 'more', None, None)
+  jax.tree.map(np.testing.assert_array_equal, got, params)
+
+
+def test_files_and_fields_go_along(tmp_path):
+  config, params = make_config(), make_params(make_config())
+  files, more = {'tokenizer.json': b'{}'}, {'eos_token_id': 7}
+  save_hf(tmp_path, config, params, files=files, more=more)
+  assert (tmp_path / 'tokenizer.json').read_bytes() == b'{}'
+  described = json.loads((tmp_path / 'config.json').read_text())
+  assert described['eos_token_id'] == 7
+
+
+@pytest.fixture(scope='module')
+def memory(tmp_path_factory):
+  """Peaks of host memory in a process that reads and writes a policy."""
+  done = subprocess.run(
+      [sys.executable, '-m', 'tests.models.hf_memory',
+       tmp_path_factory.mktemp('memory')],
+      cwd=pathlib.Path(__file__).resolve().parents[2],
+      # Memory that is let go of goes back to the machine at once.
+      env={**os.environ, 'MALLOC_MMAP_THRESHOLD_': '65536'},
+      stdout=subprocess.PIPE, text=True, check=True, timeout=120,
+  )  # fmt: skip
+  return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize('way', ['read float32', 'read bfloat16', 'write'])
+def test_host_memory_holds_one_part_beside_what_is_kept(memory, way):
+  seen = memory[way]
+  assert seen['peak'] < seen['kept'] + 1.3 * seen['largest'], seen
+
+
+@pytest.mark.parametrize('way', ['read whole', 'write whole'])
+def test_all_tensors_in_host_memory_are_seen(memory, way):
+  seen = memory[way]
+  assert seen['peak'] > seen['kept'] + 2 * seen['largest'], seen
+
+
 def test_a_checkpoint_in_several_files_is_read_by_its_index(saved):
   folder, _, params = saved
   tensors = st.load_file(folder / 'model.safetensors')
@@ -219,6 +329,12 @@ def test_files_that_are_not_there_or_not_readable_are_named(saved, tmp_path):
     load_hf(tmp_path / 'nowhere', None, None)
   (folder / 'model.safetensors').write_bytes(b'not it')
   with pytest.raises(ConfigError, match='model.safetensors is not safetensors'):
+    load_hf(folder, None, None)
+  (folder / 'model.safetensors.index.json').write_text('{"weights": 3}')
+  with pytest.raises(ConfigError, match='weight_map is None, wanted a file'):
+    load_hf(folder, None, None)
+  (folder / 'config.json').write_text('[]')
+  with pytest.raises(ConfigError, match=r'config.json is \[\], wanted a JSON'):
     load_hf(folder, None, None)
   (folder / 'config.json').write_text('{')
   with pytest.raises(ConfigError, match='config.json is not JSON'):
