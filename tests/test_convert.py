@@ -94,21 +94,29 @@ def test_gguf_becomes_a_folder_with_the_tokenizer_that_is_named(run, tmp_path):
   assert open_tokenizer(target).tokenizer.vocab_size == 14
 
 
-def test_stories_become_the_published_folder(data_dir, tmp_path):
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_stories_become_the_published_folder(data_dir, tmp_path, dtype):
   stories = data_dir / 'models/stories260K'
   target = tmp_path / 'out'
   # The command itself, in a process of its own.
   done = subprocess.run(
       [sys.executable, '-m', 'areal_jax.convert',
        f'--from={stories}/stories260K.bin', f'--to={target}',
-       f'--tokenizer={stories}/tok512.model'],
+       f'--tokenizer={stories}/tok512.model', f'--dtype={dtype}'],
       cwd=ROOT, capture_output=True, text=True, check=True, timeout=120,
   )  # fmt: skip
   assert done.stdout == f'{target}: 5 layers of width 64, 512 ids\n'
   assert done.stderr == ''
-  got = (target / 'model.safetensors').read_bytes()
-  assert got == (stories / 'hf/model.safetensors').read_bytes()
   assert open_tokenizer(target).tokenizer.vocab_size == 512
+  weights = 'model.safetensors'
+  if dtype == 'float32':  # bit for bit
+    got = (target / weights).read_bytes()
+    assert got == (stories / 'hf' / weights).read_bytes()
+    return
+  got = st.load_file(target / weights)
+  for name, tensor in st.load_file(stories / 'hf' / weights).items():
+    wanted = tensor.astype(dtype)
+    np.testing.assert_array_equal(got[name], wanted, strict=True)
 
 
 @pytest.fixture

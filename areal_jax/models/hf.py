@@ -248,6 +248,7 @@ def save_hf(
       ours = ours[tuple(slice(size) for size in shape)]  # less the padded ids
       for name, place in _parts(config, row):
         yield name, row.write(ours[place])
+      del ours  # before the next one is fetched
 
   described = {**config_to_hf(config), **(more or {})}
   described['torch_dtype'] = dtype or str(params['embedding'].dtype)
@@ -500,11 +501,9 @@ def _equal(one: Any, other: Any) -> bool:
   shape = one.get_shape()
   if shape != other.get_shape():
     return False
-  step = max(1, _CHUNK // (4 * shape[-1]))
-  return all(
-      np.array_equal(one[start : start + step], other[start : start + step])
-      for start in range(0, shape[0], step)
-  )
+  rows, step = shape[0], max(1, _CHUNK // (4 * shape[-1]))
+  spans = (slice(n, min(n + step, rows)) for n in range(0, rows, step))
+  return all(np.array_equal(one[span], other[span]) for span in spans)
 
 
 def _few(names: list[str]) -> str:
@@ -565,7 +564,13 @@ def _to_host(leaf: Any) -> np.ndarray:
   """
   if not isinstance(leaf, jax.Array):
     return np.asarray(leaf)
-  parts = [shard.data for shard in leaf.addressable_shards]
-  return np.asarray(
-      jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
-  )
+  whole = np.empty(leaf.shape, leaf.dtype)
+  for shard in leaf.addressable_shards:
+    if shard.replica_id == 0:
+      part = shard.data
+      whole[shard.index] = np.asarray(
+          jax.make_array_from_single_device_arrays(
+              part.shape, part.sharding, [part]
+          )
+      )
+  return whole

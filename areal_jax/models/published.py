@@ -19,6 +19,7 @@ import shutil
 import struct
 from typing import Any, BinaryIO, Iterable, Iterator, Mapping, Sequence
 
+import ml_dtypes  # noqa: F401, numpy then knows bfloat16 by its name
 import numpy as np
 
 from areal_jax.config import ConfigError, require
@@ -123,6 +124,8 @@ def write_tensors(
       whole = np.ascontiguousarray(tensor, shape.dtype)
       file.seek(start)
       file.write(memoryview(whole.reshape(-1).view(np.uint8)))
+      # They may be views of something large, of which the next comes now.
+      del tensor, whole
   if places:
     raise ValueError(f'tensors {[*places]} never came')
 
