@@ -20,13 +20,16 @@ class Tokenizer(Protocol):
 
   `eos_ids` are the ids that end an answer (none, one or several). `pad_id`
   fills rows; padding is masked everywhere, so a tokenizer without an id of its
-  own for it may name any.
+  own for it may name any. `run_ids` are those that are read together with their
+  neighbours of the same kind, so that the text of a run is known only when
+  another id follows it (`streaming.py`).
   """
 
   vocab_size: int
   bos_id: int | None
   eos_ids: tuple[int, ...]
   pad_id: int
+  run_ids: frozenset[int]
 
   def encode(self, text: str) -> list[int]:
     """Ids of the text alone, without special tokens."""

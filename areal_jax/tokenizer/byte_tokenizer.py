@@ -20,6 +20,7 @@ class ByteTokenizer:
   pad_id = 0
   bos_id = 1
   eos_ids = (2,)
+  run_ids = frozenset()
 
   def encode(self, text: str) -> list[int]:
     """Ids of the UTF-8 bytes of the text."""

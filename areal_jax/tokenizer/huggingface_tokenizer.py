@@ -6,6 +6,7 @@ said by `tokenizer_config.json` and `generation_config.json` beside it.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 from typing import Any, Sequence
@@ -51,6 +52,7 @@ class HuggingFaceTokenizer:
     known = self._tokenizer.get_vocab(with_added_tokens=True)
     require(bool(known), f'{file}: vocab', known, 'at least one token')
     self.vocab_size = max(known.values()) + 1
+    self.run_ids = _run_ids(self._tokenizer, known)
     folder = file.parent
     config = read_config(folder / CONFIG)
     self.bos_id = self._named(config, 'bos_token', folder)
@@ -106,3 +108,21 @@ class HuggingFaceTokenizer:
           f'an id of {FILE}, which has {self.vocab_size}',
       )
     return ends
+
+
+def _run_ids(
+    tokenizer: tokenizers.Tokenizer, known: dict[str, int]
+) -> frozenset[int]:
+  """Ids of the bytes '<0x00>' to '<0xFF>', where they are read in runs.
+
+  The decoder `ByteFallback` reads all bytes in a row at once: if they are no
+  UTF-8 together, each becomes U+FFFD, the whole characters among them too.
+  """
+  if tokenizer.decoder is None:
+    return frozenset()
+  decoder = json.loads(tokenizer.decoder.__getstate__())
+  steps = decoder.get('decoders', [decoder])
+  if not any(step.get('type') == 'ByteFallback' for step in steps):
+    return frozenset()
+  names = (f'<0x{byte:02X}>' for byte in range(256))
+  return frozenset(known[name] for name in names if name in known)

@@ -52,6 +52,8 @@ class SentencePieceTokenizer:
     bos, eos, pad = processor.bos_id(), processor.eos_id(), processor.pad_id()
     self.bos_id = bos if bos >= 0 else None
     self.eos_ids = (eos,) if eos >= 0 else ()
+    # Bytes of a character that has no piece are read one character at a time.
+    self.run_ids = frozenset()
     # Llama's models have no padding id. Padding is masked, so any id serves.
     self.pad_id = pad if pad >= 0 else 0
     # What a text cannot spell: sentencepiece reads '<s>' as three characters.

@@ -1,64 +1,20 @@
 """Tokenizers in the Hugging Face layout: published ones, and small ones."""
 
-import gzip
 import json
 import pathlib
-import re
 
 import pytest
 import tokenizers
 
 from areal_jax.config import ConfigError
-from areal_jax.tokenizer.base import render_prompt
-from areal_jax.tokenizer.files import open_tokenizer
 from areal_jax.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
-from areal_jax.types import Message
-
-PUBLISHED = ('smollm2/tokenizer.json', 'gpt2/tokenizer.json',
-             'qwen3/tokenizer.json.gz')  # fmt: skip
+from tests.tokenizer import reference
 
 
-@pytest.fixture(scope='module')
-def published(data_dir, tmp_path_factory):
-  """Opens a published tokenizer in a folder of its own, once."""
-  opened = {}
-
-  def find(name: str) -> HuggingFaceTokenizer:
-    if name not in opened:
-      source = data_dir / 'tokenizers' / name
-      if not source.is_file():
-        pytest.skip(f'no file {source}')
-      folder = tmp_path_factory.mktemp('tokenizer')
-      content = source.read_bytes()
-      if name.endswith('.gz'):
-        content = gzip.decompress(content)
-      (folder / 'tokenizer.json').write_bytes(content)
-      for other in source.parent.iterdir():
-        if other != source:
-          (folder / other.name).write_bytes(other.read_bytes())
-      opened[name] = HuggingFaceTokenizer(folder)
-    return opened[name]
-
-  return find
-
-
-@pytest.mark.parametrize('name', PUBLISHED)
-def test_published_file_encodes_and_decodes_as_the_reference(
-    data_dir, published, name
-):
-  reference = data_dir / 'tokenizers/reference_encodings.json'
-  if not reference.is_file():
-    pytest.skip(f'no file {reference}')
-  expected = json.loads(reference.read_text('utf-8'))[name]
-  tokenizer = published(name)
-  assert tokenizer.vocab_size == expected['vocab_size']
-  assert len(expected['cases']) == 8
-  for case in expected['cases']:
-    assert tokenizer.encode(case['text']) == case['ids']
-    wanted = case['decoded']
-    if tokenizer.eos_ids:  # the reference spells special tokens out
-      wanted = re.sub(r'<\|im_(start|end)\|>', '', wanted)
-    assert tokenizer.decode(case['ids']) == wanted
+@pytest.fixture
+def published(data_dir):
+  """Opens a published tokenizer."""
+  return lambda name: reference.opened(data_dir, name).tokenizer
 
 
 def test_special_ids_come_from_the_neighbours(published):
@@ -72,21 +28,6 @@ def test_special_ids_come_from_the_neighbours(published):
   )
   gpt2 = published('gpt2/tokenizer.json')
   assert (gpt2.bos_id, gpt2.eos_ids, gpt2.pad_id) == (None, (), 0)
-
-
-def test_chat_becomes_the_published_ids(data_dir, published):
-  reference = data_dir / 'models/smollm2_135m_instruct/reference.json'
-  if not reference.is_file():
-    pytest.skip(f'no file {reference}')
-  wanted = json.loads(reference.read_text())['chat']
-  opened = open_tokenizer(published('smollm2/tokenizer.json').path)
-  ids = render_prompt(
-      opened.tokenizer,
-      (Message('user', 'What is 7 plus 5?'),),
-      add_bos=True,  # is for plain texts; this template brings its own
-      chat=opened.chat,
-  )
-  assert ids == wanted['prompt_ids']
 
 
 def test_answer_is_decoded_without_special_tokens(published):

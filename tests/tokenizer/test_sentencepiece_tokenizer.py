@@ -1,6 +1,5 @@
 """Sentencepiece models: published ones, and ones trained here."""
 
-import json
 import pathlib
 
 from hypothesis import given, settings, strategies
@@ -11,36 +10,14 @@ from areal_jax.tokenizer.sentencepiece_tokenizer import (
     SentencePieceTokenizer,
     train_sentencepiece,
 )
+from tests.tokenizer import reference
 
-PUBLISHED = {
-    'llama2_tokenizer.model': 'tokenizers/llama2_tokenizer.model',
-    'mistral_v1_tokenizer.model': 'tokenizers/mistral_v1_tokenizer.model',
-    'stories260K/tok512.model': 'models/stories260K/tok512.model',
-}
 SUMS = [f'{a}+{b}={a + b}.' for a in range(10) for b in range(10)]
 
 
-@pytest.mark.parametrize('name', PUBLISHED)
-def test_published_model_encodes_and_decodes_as_the_reference(data_dir, name):
-  path = data_dir / PUBLISHED[name]
-  reference = data_dir / 'tokenizers/reference_encodings.json'
-  for needed in (path, reference):
-    if not needed.is_file():
-      pytest.skip(f'no file {needed}')
-  expected = json.loads(reference.read_text('utf-8'))[name]
-  tokenizer = SentencePieceTokenizer(path)
-  assert tokenizer.vocab_size == expected['vocab_size']
-  assert expected['cases']
-  for case in expected['cases']:
-    assert tokenizer.encode(case['text']) == case['ids']
-    assert tokenizer.decode(case['ids']) == case['decoded']
-
-
 def test_story_model_has_bos_1_and_eos_2_and_no_padding(data_dir):
-  path = data_dir / PUBLISHED['stories260K/tok512.model']
-  if not path.is_file():
-    pytest.skip(f'no file {path}')
-  tokenizer = SentencePieceTokenizer(path)
+  name = 'stories260K/tok512.model'
+  tokenizer = reference.opened(data_dir, name).tokenizer
   assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
   assert tokenizer.encode('Once upon a time') == [403, 407, 261, 378]
   assert tokenizer.decode([1, 403, 407, 261, 378, 2]) == 'Once upon a time'
