@@ -7,6 +7,8 @@ logits say is moved one position to the right here, and nowhere else.
 
 from __future__ import annotations
 
+from typing import Callable
+
 import jax
 from jax import Array
 import jax.numpy as jnp
@@ -39,28 +41,109 @@ def token_logps(
     logps: [B, T] float32 nats, 0 for the first token of a segment and padding.
     entropy: [B, T] float32 nats, 0 in the same places.
   """
+  predicts, targets, temperature = _predictions(ids, segment_ids, temperatures)
+  logps, entropy = _of_targets(logits, targets, temperature, predicts)
+  return _right(logps), _right(entropy)
+
+
+def masked_logps(
+    unembed: Callable[[Array], Array],
+    states: Array,
+    ids: Array,
+    segment_ids: Array,
+    temperatures: Array,
+    mask: Array,
+    *,
+    chunk: int,
+) -> tuple[Array, Array]:
+  """`token_logps` of the tokens in a mask, whose logits are never all there.
+
+  With a large vocabulary the logits of a microbatch are its largest array by
+  far, and those of prompts and padding are of no use. The states that predict
+  a token of the mask are moved to the front of their rows; `chunk` of each row
+  at a time then become logits, which are computed again in the backward pass.
+  A chunk without any costs nothing, so time follows the row with the most
+  tokens in the mask.
+
+  Args:
+    unembed: states [..., D] to logits [..., V]; may close over parameters.
+    states: [B, T, D] of the last layer, finite.
+    ids: [B, T] token ids.
+    segment_ids: [B, T] as in `token_logps`.
+    temperatures: [B, T] of the token at that position.
+    mask: [B, T] positive on the tokens that are asked for.
+    chunk: positions of a row at a time; from T on all at once, without moving
+      and computing anything twice.
+
+  Returns:
+    logps, entropy: [B, T] float32 nats, 0 outside the mask as well.
+  """
+  predicts, targets, temperature = _predictions(ids, segment_ids, temperatures)
+  wanted = predicts & (_left(jnp.asarray(mask)) > 0)
+  rows, tokens = wanted.shape
+  if chunk >= tokens:
+    scores = _of_targets(unembed(states), targets, temperature, wanted)
+    return _right(scores[0]), _right(scores[1])
+  order = jnp.argsort(~wanted, axis=1, stable=True)
+  count = -(-tokens // chunk)
+  chunk = -(-tokens // count)  # as even as can be
+
+  def cut(x: Array) -> Array:  # [B, T, ...] -> [count, B, chunk, ...]
+    x = jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)),
+                            axis=1)  # fmt: skip
+    spare = [(0, 0), (0, count * chunk - tokens), *[(0, 0)] * (x.ndim - 2)]
+    x = jnp.pad(x, spare).reshape(rows, count, chunk, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
+
+  @jax.checkpoint
+  def of_chunk(states, targets, temperature, wanted):
+    nothing = jnp.zeros(wanted.shape, jnp.float32)
+    return jax.lax.cond(
+        wanted.any(),
+        lambda: _of_targets(unembed(states), targets, temperature, wanted),
+        lambda: (nothing, nothing),
+    )
+
+  inputs = [cut(x) for x in (states, targets, temperature, wanted)]
+  _, scores = jax.lax.scan(lambda _, x: (None, of_chunk(*x)), None, inputs)
+  back = jnp.argsort(order, axis=1)
+
+  def joined(x: Array) -> Array:  # [count, B, chunk] -> [B, T]
+    x = jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :tokens]
+    return _right(jnp.take_along_axis(x, back, axis=1))
+
+  return joined(scores[0]), joined(scores[1])
+
+
+def _predictions(
+    ids: Array, segment_ids: Array, temperatures: Array
+) -> tuple[Array, Array, Array]:
+  """What stands next: whether it is predicted, its id and its temperature."""
   segment_ids = jnp.asarray(segment_ids)
-  temperatures = jnp.asarray(temperatures, jnp.float32)
   following = _left(segment_ids)
   predicts = (following == segment_ids) & (following > 0)
-  temperature = _left(temperatures)
+  temperature = _left(jnp.asarray(temperatures, jnp.float32))
   temperature = jnp.where(temperature > 0, temperature, 1.0)
-  scaled = masking.keep(logits, predicts[..., None]) / temperature[..., None]
+  return predicts, _left(jnp.asarray(ids)), temperature
+
+
+def _of_targets(
+    logits: Array, targets: Array, temperature: Array, counts: Array
+) -> tuple[Array, Array]:
+  """Log-prob of each target, and the entropy; 0 where it does not count."""
+  scaled = masking.keep(logits, counts[..., None]) / temperature[..., None]
   normalizer = jax.nn.logsumexp(scaled, axis=-1)
   # A comparison instead of a gather: with the vocabulary sharded each device
   # sums its own part, and the gradient is a select instead of a scatter.
   vocabulary = jnp.arange(scaled.shape[-1])
-  chosen = vocabulary == _left(jnp.asarray(ids))[..., None]
+  chosen = vocabulary == targets[..., None]
   logps = jnp.sum(jnp.where(chosen, scaled, 0.0), axis=-1) - normalizer
   # Terms of one sign: the shorter Σ p scaled - normalizer cancels digits away.
   every = scaled - normalizer[..., None]
   # A token that is ruled out by a logit of -inf adds nothing: 0 log 0 = 0.
   finite = jnp.where(jnp.isneginf(every), 0.0, every)
   entropy = -jnp.sum(jnp.exp(every) * finite, axis=-1)
-  return (
-      _right(jnp.where(predicts, logps, 0.0)),
-      _right(jnp.where(predicts, entropy, 0.0)),
-  )
+  return jnp.where(counts, logps, 0.0), jnp.where(counts, entropy, 0.0)
 
 
 def _left(x: Array) -> Array:

@@ -52,6 +52,10 @@ Batch = Mapping[str, Array]
 # the last one stands for all above it too.
 GAP_AGES = (0, 1, 2, 3)
 
+# The loss holds a few arrays of this size at once, instead of some of the size
+# of a whole microbatch's logits.
+LOGIT_BYTES = 1 << 27
+
 
 class NonFiniteError(FloatingPointError):
   """Too many updates in a row were skipped for a gradient without a value."""
@@ -162,6 +166,7 @@ class TrainStep:
       step.
     max_consecutive_skips: how many non-finite minibatches in a row are skipped
       before `fetch` raises.
+    logit_bytes: of logits that a device may hold at once.
 
   Raises:
     ConfigError: rows do not divide over the shards of the mesh.
@@ -179,6 +184,7 @@ class TrainStep:
       reference: bool = False,
       recompute_proximal: bool = False,
       max_consecutive_skips: int = 3,
+      logit_bytes: int = LOGIT_BYTES,
   ):
     shards = rules.parts('batch', mesh)
     require(
@@ -197,6 +203,9 @@ class TrainStep:
     self._reference = reference
     self._recompute_proximal = recompute_proximal
     self._max_consecutive_skips = max_consecutive_skips
+    columns = config.padded_vocab_size // rules.parts('vocab', mesh)
+    of_position = 4 * columns * (shape.rows // shards)  # one a row, float32
+    self._chunk = max(1, logit_bytes // of_position)
     self._rows = rules.sharding(
         ('batch', 'time'), (shape.rows, shape.row_tokens), mesh
     )
@@ -352,17 +361,24 @@ class TrainStep:
     return TrainState(roles, counters)
 
   def _score(self, params: PyTree, batch: Batch) -> tuple[Array, Array]:
-    logits = transformer.forward(
+    """Log-prob and entropy [B, T] of the loss tokens, 0 elsewhere."""
+    place = dict(mesh=self._mesh, rules=self._rules)
+    states = transformer.hidden(
         self._config,
         params,
         batch['ids'],
         batch['positions'],
         batch['segment_ids'],
-        mesh=self._mesh,
-        rules=self._rules,
+        **place,
     )
-    return logprobs.token_logps(
-        logits, batch['ids'], batch['segment_ids'], batch['temperatures']
+    return logprobs.masked_logps(
+        lambda x: transformer.unembed(self._config, params, x, **place),
+        states,
+        batch['ids'],
+        batch['segment_ids'],
+        batch['temperatures'],
+        batch['loss_mask'],
+        chunk=self._chunk,
     )
 
   def _proximal(self, params: PyTree, batch: Batch) -> Array:

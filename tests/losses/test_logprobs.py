@@ -179,6 +179,107 @@ def test_a_mask_shifted_by_one_is_caught(shift):
   assert not np.array_equal(faulty, right)
 
 
+_INPUTS = ('ids', 'segment_ids', 'temperatures')
+_CHUNKS = (1, 3, 4, 7, 8)  # of rows of 8; 3 and 7 leave spare places
+
+
+@pytest.fixture(scope='module')
+def hidden(packed):
+  """States of width 6, an unembedding, and a mask that rows fill unevenly."""
+  random = np.random.default_rng(1)
+  rest = {name: packed[name] for name in _INPUTS}
+  return dict(
+      rest,
+      states=random.normal(size=(2, 8, 6)).astype(np.float32),
+      matrix=random.normal(size=(6, 5)).astype(np.float32),
+      mask=np.array([[0, 0, 1, 0, 1, 0, 0, 0], [0] + [1] * 7], np.float32),
+  )
+
+
+def _taught_states(matrix, states, mask, chunk, **inputs):
+  """A loss with weights of its own for each token; values come along."""
+  logps, entropy = logprobs.masked_logps(
+      lambda x: x @ matrix, states, **inputs, mask=mask, chunk=chunk
+  )
+  weights = jnp.arange(1.0, 17.0).reshape(2, 8)
+  return jnp.sum(weights * logps - 0.3 * weights * entropy), (logps, entropy)
+
+
+_by_chunk = jax.jit(
+    jax.value_and_grad(_taught_states, argnums=(0, 1), has_aux=True),
+    static_argnames='chunk',
+)
+
+
+def _plain_by_chunk(matrix, states, mask, **inputs):
+  def loss(matrix, states):
+    scores = token_logps(states @ matrix, **inputs)
+    logps, entropy = (jnp.where(mask > 0, s, 0.0) for s in scores)
+    weights = jnp.arange(1.0, 17.0).reshape(2, 8)
+    return jnp.sum(weights * logps - 0.3 * weights * entropy), (logps, entropy)
+
+  return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(matrix, states)
+
+
+def _by_chunk_of(hidden, chunk):
+  matrix, states, mask = (hidden[k] for k in ('matrix', 'states', 'mask'))
+  rest = {name: hidden[name] for name in _INPUTS}
+  return _by_chunk(matrix, states, mask, chunk=chunk, **rest)
+
+
+@pytest.mark.parametrize('chunk', _CHUNKS)
+def test_chunks_have_the_value_and_gradient_of_all_logits(hidden, chunk):
+  rest = {name: hidden[name] for name in _INPUTS}
+  plain = _plain_by_chunk(
+      hidden['matrix'], hidden['states'], hidden['mask'], **rest
+  )
+  found = _by_chunk_of(hidden, chunk)
+  for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(found)):
+    np.testing.assert_allclose(a, b, atol=2e-5)
+  logps = np.asarray(found[0][1][0])
+  np.testing.assert_array_equal(logps != 0, hidden['mask'] > 0)
+
+
+def test_a_chunk_left_out_is_caught(hidden):
+  """Planted fault: the row with most loss tokens loses its last chunk."""
+  short = {**hidden, 'mask': hidden['mask'] * (np.arange(8) < 7)}
+  whole, faulty = _by_chunk_of(hidden, 4), _by_chunk_of(short, 4)
+  assert not np.allclose(whole[1][0], faulty[1][0], atol=2e-5)
+
+
+def test_chunks_need_less_memory_than_all_logits():
+  rows, tokens, width, vocabulary = 4, 64, 8, 4096
+  shape = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype)
+  whole = shape(jnp.int32, rows, tokens)
+  inputs = dict(
+      matrix=shape(jnp.float32, width, vocabulary),
+      states=shape(jnp.float32, rows, tokens, width),
+      mask=shape(jnp.float32, rows, tokens),
+      ids=whole,
+      segment_ids=whole,
+      temperatures=shape(jnp.float32, rows, tokens),
+  )
+
+  def loss(matrix, states, mask, chunk, **rest):
+    logps, entropy = logprobs.masked_logps(
+        lambda x: x @ matrix, states, **rest, mask=mask, chunk=chunk
+    )
+    return jnp.sum(logps + entropy)
+
+  gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnames='chunk')
+
+  def bytes_needed(chunk):
+    compiled = gradient.lower(
+        inputs['matrix'], inputs['states'], inputs['mask'], chunk=chunk,
+        **{name: inputs[name] for name in _INPUTS},
+    ).compile()  # fmt: skip
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  logits = 4 * rows * tokens * vocabulary
+  assert bytes_needed(tokens) >= logits
+  assert bytes_needed(8) < logits
+
+
 def test_half_precision_logits_are_taken_to_float32_first(packed):
   half = {**packed, 'logits': jnp.asarray(packed['logits'], jnp.bfloat16)}
   logps, _ = token_logps(**half)

@@ -173,6 +173,15 @@ def test_gradient_does_not_depend_on_the_cut(step, mesh, others, whole):
         assert_same(total, whole, rtol=1e-5, atol=1e-6)
 
 
+def test_gradient_does_not_depend_on_how_many_logits_there_are(mesh, whole):
+  """Six positions of a row at a time, as with a large vocabulary."""
+  few = policy_step(mesh, logit_bytes=4 * 12 * 2 * 6)
+  state = fresh_state(few, mesh)
+  for lay in (one_row_each, all_in_one_row):
+    total = jax.device_get(total_of(few, state, [lay(answers())]))
+    assert_same(total, whole, rtol=1e-5, atol=1e-6)
+
+
 def test_denominator_of_each_part_would_be_wrong(step, mesh, whole):
   """The fault that A3 is about: every microbatch divides by its own tokens."""
   state = fresh_state(step, mesh)
