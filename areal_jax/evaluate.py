@@ -153,6 +153,7 @@ def _ask(prepared: Prepared, version: int) -> Evaluation:
     engines = build_rollout(
         model, engine, slices, rules,
         swap='drain', events=events, dispatch_lock=None,
+        tokenizer=prepared.tokenizer,
     )  # fmt: skip
     params, _ = initial_params(prepared, slices.rollout[0], rules)
     if dtype:

@@ -163,6 +163,7 @@ class RolloutSettings:
     max_new_tokens: longest answer.
     stop_at_eos: whether the tokenizer's end-of-sequence ids end an answer.
     stop_ids: further ids that end one.
+    stop_strings: texts that end one; it is scored without them.
     max_running: as many answers are under way at once as so many groups have;
       0 for as many groups as fill all slots and half of them again, at least
       one more for each replica.
@@ -183,6 +184,7 @@ class RolloutSettings:
   max_new_tokens: int = 32
   stop_at_eos: bool = True
   stop_ids: tuple[int, ...] = ()
+  stop_strings: tuple[str, ...] = ()
   max_running: int = 0
   max_ready: int = 4096
   dtype: Literal['', 'float32', 'bfloat16'] = ''
@@ -200,6 +202,10 @@ class RolloutSettings:
         self.temperature,
         'more than 0 and finite: greedy answers teach nothing',
     )
+    for stop in self.stop_strings:
+      require(bool(stop) and '\ufffd' not in stop, f'{at}.stop_strings', stop,
+              'texts of at least one character, without U+FFFD: it stands for'
+              ' half a character')  # fmt: skip
     require(self.max_running >= 0, f'{at}.max_running', self.max_running,
             'at least 0')  # fmt: skip
     require(self.max_ready >= self.batch_size, f'{at}.max_ready',
@@ -516,9 +522,7 @@ def _check_numbers(
   """Refuses fewer problems than a batch, or none to evaluate on."""
   less = ', '.join(f'{n} {name}' for name, n in left_out.items() if n)
   at = f'config.task (less {less})' if less else 'config.task'
-  problems_lib.require_batches(
-      train.problems, settings.rollout.batch_size, at
-  )
+  problems_lib.require_batches(train.problems, settings.rollout.batch_size, at)
   held_out = len(evaluation.problems)
   require(held_out >= 1, f'the number of held-out problems in {at}', held_out,
           'at least 1')  # fmt: skip
@@ -757,5 +761,6 @@ def _sampling(
       max_new_tokens=rollout.max_new_tokens,
       temperature=temperature,
       stop_ids=stops,
+      stop_strings=rollout.stop_strings,
       seed=settings.seed,
   )

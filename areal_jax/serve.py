@@ -26,7 +26,7 @@ from typing import Any
 from absl import app, flags
 
 from areal_jax import command
-from areal_jax.config import ConfigError
+from areal_jax.config import ConfigError, require
 
 if typing.TYPE_CHECKING:
   from areal_jax.experiment import Experiment, PreparedPolicy
@@ -83,6 +83,9 @@ def _serve(serving: Serving) -> None:
   if serving.run:
     command.point_to_run(serving.experiment, serving.run)
   policy = prepare_policy(serving.experiment, serving.temperature)
+  require(not policy.sampling.stop_strings, 'config.rollout.stop_strings',
+          policy.sampling.stop_strings, 'none with --jetstream, whose answers'
+          ' end at stop ids alone')  # fmt: skip
   _check_port(serving.port)
   asked = threading.Event()
   server = _start(policy, serving.port)

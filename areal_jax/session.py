@@ -236,9 +236,7 @@ class Session:
     # other for ever. Replicas of one device each decode side by side.
     mesh = settings.mesh
     collectives = mesh.train.devices > 1 and mesh.rollout.tensor > 1
-    self._turns = (
-        threading.Lock() if mesh.colocated and collectives else None
-    )
+    self._turns = threading.Lock() if mesh.colocated and collectives else None
 
   def __enter__(self) -> Session:
     with contextlib.ExitStack() as stack:
@@ -314,6 +312,7 @@ class Session:
         swap=rollout.swap,
         events=self._events,
         dispatch_lock=self._turns,
+        tokenizer=self._prepared.tokenizer,
         dtype=rollout.dtype or None,
     )
 
@@ -434,9 +433,7 @@ class Session:
     saved, carried = self._start.saved, self._carried
     axes = pretrained.vocabulary_axes(self._prepared.model)
     with self._events.span('restore', 'checkpoint', version=saved.version):
-      trainer.restore(
-          lambda like: checkpoint.restore_state(saved, like, axes)
-      )
+      trainer.restore(lambda like: checkpoint.restore_state(saved, like, axes))
     self._shuffle.setstate(carried.shuffle)
     self._scorer.counts.update(carried.sums['rewards'])
 
@@ -782,6 +779,7 @@ class Session:
         **book.summary(),
         'recompiles_after_warmup': self._compilations.since_warm,
         'recompiled_after_warmup': self._compilations.names_since_warm[:20],
+        'discarded_tokens': self._rollout.discarded_tokens,
         'swaps': len(stalls),
         'swap_stall_ms_p50': 1000 * float(np.median(stalls)) if stalls else 0.0,
         'peak_rss_bytes': run_folder.peak_rss_bytes(),

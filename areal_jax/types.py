@@ -30,6 +30,7 @@ class StopReason(str, enum.Enum):
   """Why a completion ended. Never inferred from its length."""
 
   STOP = 'stop'  # a stop id was sampled
+  STOP_STRING = 'stop_string'  # the text holds a stop string
   LENGTH = 'length'  # the limit of new tokens was reached
   ABORTED = 'aborted'  # the caller gave it up
   ERROR = 'error'  # the engine failed
@@ -94,8 +95,10 @@ class SamplingParams:
   """How the tokens of one request are chosen.
 
   `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. A completion ends
-  with the first of `stop_ids` (which is kept as its last token) or after
-  `max_new_tokens`; stop ids are impossible before `min_new_tokens`.
+  with the first of `stop_ids` (which is kept as its last token), with the token
+  that completes one of `stop_strings`, or after `max_new_tokens`. Stop ids are
+  impossible before `min_new_tokens`; a stop string that is complete before does
+  not end the answer.
   """
 
   max_new_tokens: int
@@ -104,6 +107,7 @@ class SamplingParams:
   top_p: float = 1.0
   min_new_tokens: int = 0
   stop_ids: tuple[int, ...] = ()
+  stop_strings: tuple[str, ...] = ()
   seed: int = 0
 
   def __post_init__(self):
@@ -117,11 +121,17 @@ class SamplingParams:
             0 <= self.min_new_tokens <= self.max_new_tokens,
             f'in 0..max_new_tokens={self.max_new_tokens}',
         ),
+        (
+            'stop_strings',
+            # U+FFFD stands for half a character, which the next token ends.
+            all(s and '\ufffd' not in s for s in self.stop_strings),
+            'texts of at least one character, without U+FFFD',
+        ),
     )
     for name, right, wanted in checks:
       if not right:
         seen = getattr(self, name)
-        raise ValueError(f'sampling.{name} is {seen}, wanted {wanted}')
+        raise ValueError(f'sampling.{name} is {seen!r}, wanted {wanted}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +154,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """What an engine answers: T sampled tokens with their true labels."""
+  """What an engine answers: T sampled tokens with their true labels.
+
+  An answer that a stop string has ended keeps the tokens of the stop string,
+  which were sampled like all others; its text goes up to `text_end`.
+  """
 
   request_id: str
   ids: np.ndarray  # [T] int32
@@ -152,6 +166,8 @@ class Completion:
   versions: np.ndarray  # [T] int32, version of the weights that sampled it
   stop_reason: StopReason
   stop_id: int | None = None
+  stop_string: str | None = None
+  text_end: int | None = None  # characters before the stop string
   weight_source: str = ''  # which replica answered
   raw_logps: np.ndarray | None = None  # [T] float32 at temperature 1, unmasked
 
@@ -191,6 +207,7 @@ class Segment:
   start: int
   length: int
   stop_reason: StopReason | None = None  # of sampled segments
+  text_end: int | None = None  # characters of its text before a stop string
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,6 +298,10 @@ def segments_of(
   return (
       Segment('prompt', 0, prompt_length),
       Segment(
-          'sampled', prompt_length, len(completion.ids), completion.stop_reason
+          'sampled',
+          prompt_length,
+          len(completion.ids),
+          completion.stop_reason,
+          completion.text_end,
       ),
   )

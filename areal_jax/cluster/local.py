@@ -29,6 +29,7 @@ from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.evaluator import Evaluator
 from areal_jax.rollout.loop import EngineLoop, SwapMode
 from areal_jax.telemetry.events import EventLog
+from areal_jax.tokenizer.base import Tokenizer
 from areal_jax.weights import Publisher, Target
 
 T = TypeVar('T')
@@ -153,6 +154,11 @@ class Rollout:
     return sum(loop.counts.tokens for loop in self.loops)
 
   @property
+  def discarded_tokens(self) -> int:
+    """Tokens drawn behind stop strings by all replicas so far."""
+    return sum(loop.counts.discarded_tokens for loop in self.loops)
+
+  @property
   def idle_seconds(self) -> float:
     """Seconds that the replicas had nothing to do so far, added up."""
     return sum(loop.counts.idle_seconds for loop in self.loops)
@@ -167,6 +173,7 @@ def build_rollout(
     swap: SwapMode,
     events: EventLog,
     dispatch_lock: contextlib.AbstractContextManager | None,
+    tokenizer: Tokenizer,
     dtype: str | None = None,
 ) -> Rollout:
   """One engine and loop for each rollout mesh, and what joins them."""
@@ -184,6 +191,7 @@ def build_rollout(
             swap=swap,
             events=events,
             dispatch_lock=dispatch_lock or pair,
+            tokenizer=tokenizer,
         )
     )
   targets = [
@@ -211,6 +219,7 @@ def build_evaluator(rollout: Rollout, events: EventLog) -> Evaluator:
               swap='drain',
               events=events,
               dispatch_lock=loop.dispatch_lock,
+              tokenizer=loop.tokenizer,
               lane=f'evaluate/{loop.name}',
           )
           for loop in rollout.loops

@@ -186,13 +186,16 @@ async def _answer(
       score=said.reward.score,
       length=len(sampled),
       stop_reason=said.stop_reason,
-      text=decode(_last_turn(said)),
+      text=_last_text(said, decode),
       detail=detail,
   )
 
 
-def _last_turn(trajectory: Trajectory) -> np.ndarray:
-  """[T] ids that were sampled last, without the stop id that ended them."""
+def _last_text(
+    trajectory: Trajectory, decode: Callable[[np.ndarray], str]
+) -> str:
+  """What was said last, up to the stop id or stop string that ended it."""
   last = [s for s in trajectory.segments if s.kind == 'sampled'][-1]
   stopped = last.stop_reason is StopReason.STOP
-  return trajectory.ids[last.start : last.start + last.length - stopped]
+  ids = trajectory.ids[last.start : last.start + last.length - stopped]
+  return decode(ids)[: last.text_end]

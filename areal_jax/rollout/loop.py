@@ -16,6 +16,10 @@ What new weights do to requests in mid-sentence is the swap mode:
 * `drain`: no admission until the running requests have ended, then the swap,
 * `restart`: running requests start over under the new weights.
 
+A stop string ends an answer here and not on the device: at the token that
+completes it, which may lie some steps before the end of the dispatch. What was
+drawn behind it is discarded and counted, and the slot is released.
+
 A request admitted after weights were handed over never starts on older ones:
 while weights are pending nothing is admitted.
 
@@ -37,7 +41,9 @@ import jax
 import numpy as np
 
 from areal_jax.rollout.engine import Engine, Prefix
+from areal_jax.rollout.stopping import Stop, StopStrings
 from areal_jax.telemetry.events import EventLog
+from areal_jax.tokenizer.base import Tokenizer
 from areal_jax.types import Completion, Request, StopReason
 
 SwapMode = Literal['recompute', 'keep', 'drain', 'restart']
@@ -66,6 +72,7 @@ class _Running:
 
   request: Request
   answer: Callable[[Completion | BaseException], None]
+  stops: StopStrings | None  # None if it has no stop strings
   ids: list[np.ndarray] = dataclasses.field(default_factory=list)
   logps: list[np.ndarray] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)  # a dispatch
@@ -83,6 +90,7 @@ class LoopCounts:
   swaps: int = 0
   rebuilt_tokens: int = 0
   restarted_tokens: int = 0
+  discarded_tokens: int = 0  # drawn behind a stop string
   prefills: int = 0
   prefill_tokens: int = 0
   idle_seconds: float = 0.0
@@ -99,6 +107,8 @@ class EngineLoop:
     events: where spans go.
     dispatch_lock: held around device work where others work on the same
       devices.
+    tokenizer: reads answers that stop strings may end; without it a request
+      with stop strings is refused.
     lane: the one lane that all spans go to; empty for one a kind, 'generate/0',
       'prefill/0' and so on.
   """
@@ -111,9 +121,11 @@ class EngineLoop:
       swap: SwapMode,
       events: EventLog,
       dispatch_lock: contextlib.AbstractContextManager | None = None,
+      tokenizer: Tokenizer | None = None,
       lane: str = '',
   ):
     self.engine = engine
+    self.tokenizer = tokenizer
     self.name = name
     self.lane = lane
     self.swap_mode = swap
@@ -153,14 +165,16 @@ class EngineLoop:
     """Queues a request; `answer` is called once, from the loop's thread.
 
     Raises:
-      ValueError: the engine's shapes cannot serve it.
+      ValueError: the engine's shapes cannot serve it, or it has stop strings
+        and the loop no tokenizer.
       EngineStopped: the loop has ended.
     """
     self.engine.check(request)
+    running = self._started(request, answer)
     with self._wake:
       if self._stopping:
         raise EngineStopped(f'engine {self.name} no longer takes requests')
-      self._queue.append(_Running(request, answer))
+      self._queue.append(running)
       self._wake.notify()
 
   def abort(self, request_ids: Sequence[str]) -> None:
@@ -330,7 +344,22 @@ class EngineLoop:
       self._slots[slot] = None
       self.counts.restarted_tokens += len(running)
       with self._wake:
-        self._queue.appendleft(_Running(running.request, running.answer))
+        self._queue.appendleft(self._started(running.request, running.answer))
+
+  def _started(
+      self,
+      request: Request,
+      answer: Callable[[Completion | BaseException], None],
+  ) -> _Running:
+    """A request that has said nothing yet."""
+    strings = request.sampling.stop_strings
+    if strings and self.tokenizer is None:
+      raise ValueError(
+          f'request {request.request_id}: stop strings {strings}, but engine'
+          f' {self.name} has no tokenizer to read its answers with'
+      )
+    stops = StopStrings(request.sampling, self.tokenizer) if strings else None
+    return _Running(request, answer, stops)
 
   def _admit(self) -> None:
     """Puts waiting requests into free slots; one prefill serves a group."""
@@ -398,27 +427,60 @@ class EngineLoop:
         steps=int(result.steps),
     )
     drawn, active = result.valid.sum(axis=1).tolist(), result.active.tolist()
+    cut = []  # slots that a stop string has ended before the device did
     for slot, running in enumerate(self._slots):
       if running is None:
         continue
       n = drawn[slot]  # valid steps come first: a slot never wakes up
-      running.ids.append(result.tokens[slot, :n])
+      tokens = result.tokens[slot, :n]
+      running.ids.append(tokens)
       running.logps.append(result.logps[slot, :n])
       running.versions.append(version)
-      if not active[slot]:
-        self._slots[slot] = None
-        last = int(result.tokens[slot, n - 1])
-        stopped = bool(result.stopped[slot])
-        reason = StopReason.STOP if stopped else StopReason.LENGTH
-        running.answer(
-            self._completion(running, reason, last if stopped else None)
+      stopped = bool(result.stopped[slot])
+      stop = self._stop_string(running, tokens, active[slot], stopped)
+      if active[slot] and stop is None:
+        continue
+      self._slots[slot] = None
+      if active[slot]:
+        cut.append(slot)
+      if stop is not None:
+        self.counts.discarded_tokens += len(running) - stop.tokens
+        completion = self._completion(
+            running, StopReason.STOP_STRING, None, stop
         )
+      elif stopped:
+        completion = self._completion(running, StopReason.STOP, int(tokens[-1]))
+      else:
+        completion = self._completion(running, StopReason.LENGTH, None)
+      running.answer(completion)
+    if cut:
+      with self.dispatch_lock:
+        self._state = self.engine.release(self._state, cut)
+
+  def _stop_string(
+      self, running: _Running, tokens: np.ndarray, active: bool, stopped: bool
+  ) -> Stop | None:
+    """The stop string that ends an answer with the tokens just drawn."""
+    if running.stops is None:
+      return None
+    stop = running.stops.push(tokens.tolist())
+    if stop is None and not active:
+      stop = running.stops.finish()
+    # One token may be a stop id and complete a string: the id is the reason.
+    by_id = stop is not None and stopped and stop.tokens == len(running)
+    return None if by_id else stop
 
   def _completion(
-      self, running: _Running, reason: StopReason, stop_id: int | None
+      self,
+      running: _Running,
+      reason: StopReason,
+      stop_id: int | None,
+      stop: Stop | None = None,
   ) -> Completion:
+    end = None if stop is None else stop.tokens
+
     def joined(parts, dtype):
-      return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+      return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)[:end]
 
     return Completion(
         request_id=running.request.request_id,
@@ -426,9 +488,11 @@ class EngineLoop:
         logps=joined(running.logps, np.float32),
         versions=np.repeat(
             np.asarray(running.versions, np.int32), list(map(len, running.ids))
-        ),
+        )[:end],
         stop_reason=reason,
         stop_id=stop_id,
+        stop_string=None if stop is None else stop.string,
+        text_end=None if stop is None else stop.text_end,
         weight_source=f'engine/{self.name}',
     )
 

@@ -57,7 +57,8 @@ class SingleTurn:
   Attributes:
     client: who generates.
     render: prompt of a problem to token ids.
-    decode: token ids of an answer, without its stop id, to text.
+    decode: token ids of an answer, without its stop id, to text; a stop string
+      is cut off here.
     score: who scores.
     sampling: how answers are sampled.
     clock: seconds, for timestamps.
@@ -90,7 +91,8 @@ class SingleTurn:
     generated = self.clock()
     if completion.stop_reason in (StopReason.ABORTED, StopReason.ERROR):
       raise MemberFailed(f'generation {completion.stop_reason.value}')
-    reward = await self.score(draw, self.decode(answer_of(completion)))
+    text = self.decode(answer_of(completion))[: completion.text_end]
+    reward = await self.score(draw, text)
     scored = trajectory(
         draw,
         sample,
@@ -113,7 +115,10 @@ class SingleTurn:
 
 
 def answer_of(completion: Completion) -> np.ndarray:
-  """[T] ids of the answer without the stop id that ended it."""
+  """[T] ids of the answer without the stop id that ended it.
+
+  A stop string is still in there: it may begin inside of a token.
+  """
   if completion.stop_reason is StopReason.STOP:
     return completion.ids[:-1]
   return completion.ids

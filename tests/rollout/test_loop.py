@@ -12,6 +12,7 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.rollout.client import EngineClient
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.loop import EngineLoop, EngineStopped
+from areal_jax.rollout.workflow import answer_of
 from areal_jax.telemetry.events import EventLog
 from areal_jax.types import StopReason
 from tests import tiny
@@ -34,9 +35,11 @@ def engine():
 class Running:
   """A started loop and the answers that came out of it."""
 
-  def __init__(self, engine, swap='recompute', weights=True):
+  def __init__(self, engine, swap='recompute', weights=True, tokenizer=None):
     self.events = EventLog(None)
-    self.loop = EngineLoop(engine, '0', swap=swap, events=self.events)
+    self.loop = EngineLoop(
+        engine, '0', swap=swap, events=self.events, tokenizer=tokenizer
+    )
     self.answers = {}
     self.swaps = []
     self._came = threading.Condition()
@@ -85,15 +88,17 @@ def check_labels(request, completion, atol=1e-4):
     assert gap < atol, f'version {version}: gap {gap}'
 
 
-def swap_in_mid_sentence(engine, swap):
+def swap_in_mid_sentence(engine, swap, tokenizer=None, **sampling):
   """Two long requests and a short one, whose end brings new weights.
 
   The callback runs in the loop's thread between two dispatches, so the swap
   happens at the same token each time: after 4 of 40.
   """
-  long = [tiny.request(f'long{i}', new=40, draw=i) for i in range(2)]
+  long = [
+      tiny.request(f'long{i}', new=40, draw=i, **sampling) for i in range(2)
+  ]
   short = tiny.request('short', new=4, draw=5)
-  running = Running(engine, swap, weights=False)
+  running = Running(engine, swap, weights=False, tokenizer=tokenizer)
   with running:
     running.on_answer = lambda c: (
         running.set_weights(1) if c.request_id == 'short' else None
@@ -317,3 +322,157 @@ def test_request_that_does_not_fit_is_refused_at_the_client(engine):
     client = EngineClient([running.loop])
     with pytest.raises(ValueError, match='prompt of 40 tokens'):
       asyncio.run(client.generate(tiny.request(prompt=range(40))))
+
+
+class Syllables:
+  """Two letters an id; a few ids may have other bytes, halves of characters."""
+
+  vocab_size = tiny.VOCABULARY
+  bos_id, eos_ids, pad_id, run_ids = None, (), 0, frozenset()
+
+  def __init__(self, **other):
+    letters = 'abcdefgh'
+    self.bytes = [
+        (letters[i // 8] + letters[i % 8].upper()).encode()
+        for i in range(self.vocab_size)
+    ]
+    for i, content in other.items():
+      self.bytes[int(i)] = content
+
+  def decode(self, ids):
+    return b''.join(self.bytes[i] for i in ids).decode('utf-8', 'replace')
+
+  def tokens_with(self, ids, string):
+    """How many of the ids it takes to have the string: the plain way."""
+    held = [n for n in range(len(ids) + 1) if string in self.decode(ids[:n])]
+    return held[0] if held else None
+
+
+@pytest.fixture(scope='module')
+def free(engine):
+  """What requests say that nothing ends but their limit, after 20 tokens."""
+  with Running(engine) as running:
+    running.submit(*(tiny.request(f'{i}', new=20, draw=i) for i in range(4)))
+    return running.wait(4)
+
+
+def ends_at(completion, free, tokens):
+  """The first tokens of the free answer, with the labels that they had."""
+  assert completion.stop_reason is StopReason.STOP_STRING
+  assert completion.stop_id is None
+  assert completion.ids.tolist() == free.ids[:tokens].tolist()
+  assert completion.logps.tolist() == free.logps[:tokens].tolist()
+  assert completion.versions.tolist() == free.versions[:tokens].tolist()
+
+
+def test_stop_string_ends_one_answer_and_leaves_the_others(engine, free):
+  syllables = Syllables()
+  ids = free['0'].ids.tolist()
+  text = syllables.decode(ids)
+  # From inside of the fourth token, the last of the first dispatch, to inside
+  # of the fifth.
+  string = text[7:9]
+  tokens = syllables.tokens_with(ids, string)
+  assert tokens <= 5 and string not in syllables.decode(ids[4:])[:8]
+  with Running(engine, tokenizer=syllables) as running:
+    running.submit(
+        tiny.request('0', new=20, stop_strings=(string,)),
+        *(tiny.request(f'{i}', new=20, draw=i) for i in (1, 2, 3)),
+        *(
+            tiny.request(f'again{i}', new=20, draw=i, stop_strings=('zz',))
+            for i in range(4)
+        ),
+    )
+    answers = running.wait(8)
+    counts = running.loop.counts
+  said = answers['0']
+  ends_at(said, free['0'], tokens)
+  assert said.stop_string == string
+  assert said.text_end == text.index(string)
+  assert answer_of(said).tolist() == ids[:tokens]
+  # Two dispatches of four were run for it.
+  assert counts.discarded_tokens == -tokens % 4
+  for i in range(4):
+    for name in ([f'{i}'] if i else []) + [f'again{i}']:
+      assert answers[name].stop_reason is StopReason.LENGTH
+      assert answers[name].stop_string is answers[name].text_end is None
+      assert answers[name].ids.tolist() == free[f'{i}'].ids.tolist()
+  # Planted fault: a search of what each dispatch brought sees no string.
+  parts = [syllables.decode(ids[i : i + 4]) for i in range(0, 20, 4)]
+  assert tokens < 5 or not any(string in part for part in parts[:2])
+
+
+def test_stop_string_of_a_character_that_two_dispatches_bring(engine, free):
+  ids = free['1'].ids.tolist()
+  assert ids[3] != ids[4]
+  halves = {str(ids[3]): b'i\xf0\x9f', str(ids[4]): b'\x99\x82j'}
+  syllables = Syllables(**halves)
+  tokens = syllables.tokens_with(ids, '🙂')
+  with Running(engine, tokenizer=syllables) as running:
+    running.submit(tiny.request('1', new=20, draw=1, stop_strings=('🙂',)))
+    said = running.wait(1)['1']
+  ends_at(said, free['1'], tokens)
+  whole = syllables.decode(said.ids.tolist())
+  assert whole.endswith('i🙂j') and whole[: said.text_end].endswith('i')
+
+
+def test_minimum_and_limit_hold_with_stop_strings(engine, free):
+  syllables = Syllables()
+  ids = free['2'].ids.tolist()
+  string = syllables.decode(ids[7:8])  # the last token of the second dispatch
+  first = syllables.tokens_with(ids, string)
+  ask = lambda name, **how: tiny.request(
+      name, draw=2, stop_strings=(string,), **how
+  )
+  with Running(engine, tokenizer=syllables) as running:
+    running.submit(
+        ask('at the limit', new=first),
+        ask('one too few', new=first - 1),
+        ask('later', new=20, min_new_tokens=first + 1),
+    )
+    answers = running.wait(3)
+  ends_at(answers['at the limit'], free['2'], first)
+  short = answers['one too few']
+  assert short.stop_reason is StopReason.LENGTH
+  assert short.ids.tolist() == ids[: first - 1]
+  assert len(answers['later'].ids) > first
+
+
+def test_stop_id_that_completes_a_string_is_the_reason(engine, free):
+  syllables = Syllables()
+  ids = free['3'].ids.tolist()
+  string = syllables.decode(ids[5:6])
+  with Running(engine, tokenizer=syllables) as running:
+    running.submit(
+        tiny.request(
+            '3', new=20, draw=3, stop_ids=(ids[5],), stop_strings=(string,)
+        )
+    )
+    said = running.wait(1)['3']
+  assert said.stop_reason is StopReason.STOP
+  assert (said.stop_id, said.stop_string, said.text_end) == (ids[5], None, None)
+  assert said.ids.tolist() == ids[: ids.index(ids[5]) + 1]
+
+
+@pytest.mark.parametrize('swap', ['recompute', 'restart'])
+def test_stop_string_across_a_swap_keeps_true_labels(engine, swap):
+  syllables = Syllables()
+  _, free, _ = swap_in_mid_sentence(engine, swap)
+  text = syllables.decode(free['long0'].ids.tolist())
+  string = text[7:15]  # four tokens of version 0 came first, where it is kept
+  long, answers, running = swap_in_mid_sentence(
+      engine, swap, syllables, stop_strings=(string,)
+  )
+  assert text.index(string) == 7
+  ends_at(answers['long0'], free['long0'], 8)
+  check_labels(long[0], answers['long0'])
+  assert answers['long0'].text_end == 7
+  expected = [0] * 4 + [1] * 4 if swap == 'recompute' else [1] * 8
+  assert answers['long0'].versions.tolist() == expected
+  assert answers['long1'].ids.tolist() == free['long1'].ids.tolist()
+
+
+def test_stop_strings_without_a_tokenizer_are_refused(engine):
+  with Running(engine) as running:
+    with pytest.raises(ValueError, match='has no tokenizer to read its'):
+      running.submit(tiny.request('r', stop_strings=('.',)))
