@@ -2,11 +2,15 @@
 
   python -m benchmarks.learning --task=quickstart
   python -m benchmarks.learning --task=stories --data=DATA
+  python -m benchmarks.learning --task=smollm2 --policy=SmolLM2-135M-Instruct \
+    --short
 
 For each seed: the experiment itself, and from the same start a run with
 learning rate 0 and one with shuffled rewards, which must stay where they
-began. `--data` is the folder that holds models/stories260K. `--short` is one
-seed of each. The last line is one JSON object with a row a claim.
+began (smollm2, which takes minutes, has the former alone). `--data` is the
+folder that holds models/stories260K, `--policy` a Hugging Face folder with its
+tokenizer. `--short` is one seed of each. The last line is one JSON object with
+a row a claim.
 
 Stories are judged by more than their reward, since gibberish can meet it: by
 the share of their words that the start writes at least twice in the samples of
@@ -29,12 +33,12 @@ from areal_jax.rewards import english
 from areal_jax.telemetry.jsonl import read_jsonl
 from benchmarks import report
 
-_TASK = flags.DEFINE_enum(
-    'task', 'quickstart', ['quickstart', 'stories'], 'What is learnt.'
-)
+_TASKS = ['quickstart', 'stories', 'smollm2']
+_TASK = flags.DEFINE_enum('task', _TASKS[0], _TASKS, 'What is learnt.')
 _SEEDS = flags.DEFINE_list('seeds', ['1', '2', '3'], 'Seeds, a run each.')
 _SHORT = flags.DEFINE_bool('short', False, 'The first seed alone.')
 _DATA = flags.DEFINE_string('data', '', 'Folder with models/stories260K.')
+_POLICY = flags.DEFINE_string('policy', '', 'Folder of SmolLM2-135M-Instruct.')
 _OUTPUT = flags.DEFINE_string('output', '', 'Folder of the runs; kept.')
 
 LAST_STEPS = 5  # steps whose mean reward is the reward at the end
@@ -137,6 +141,57 @@ def stories(
   return rows
 
 
+def smollm2(
+    seeds: Sequence[int], output: pathlib.Path, policy: str
+) -> list[report.Row]:
+  """Reward and held-out accuracy of a real policy, against rate 0."""
+  inputs = [
+      f'--config.policy.path={policy}',
+      f'--config.tokenizer.path={policy}',
+  ]
+  rows = []
+  for seed in seeds:
+    trained = run('smollm2', output, seed, 'trained', inputs)
+    control = 'rate 0'
+    still = run(
+        'smollm2', output, seed, control, [*inputs, CONTROLS[control]]
+    )
+    rewards = {
+        name: [m['reward_mean'] for m in metrics(output, name, seed)]
+        for name in ('trained', control)
+    }
+    first, last = rewards['trained'][0], rewards['trained'][-LAST_STEPS:]
+    moved = abs(still['eval_after'] - still['eval_before'])
+    rows += [
+        row(seed, 'reward of the first step', first),
+        row(seed, 'reward of the last five steps', np.mean(last), '>= 0.85'),
+        row(
+            seed,
+            f'{control}: reward of the last five steps',
+            np.mean(rewards[control][-LAST_STEPS:]),
+            '<= 0.3',
+        ),
+        row(seed, 'held-out accuracy before', trained['eval_before']),
+        row(seed, 'held-out accuracy after', trained['eval_after'], '>= 0.7'),
+        row(seed, f'{control}: held-out accuracy moved by', moved, '<= 0.1'),
+        row(seed, 'wall seconds', trained['wall_s'], '<= 1200'),
+        row(seed, 'peak GB', trained['peak_rss_bytes'] / 1e9, '<= 8'),
+        row(seed, 'mean staleness', trained['staleness_mean']),
+        row(
+            seed,
+            'log-prob gap of fresh tokens',
+            trained['engine_trainer_logprob_gap_max'],
+        ),
+        row(
+            seed,
+            'compilations after warm-up',
+            trained['recompiles_after_warmup'],
+            '<= 0',
+        ),
+    ]
+  return rows
+
+
 # What is taken away, by the setting that does it.
 CONTROLS = {
     'rate 0': '--config.train.optimizer.learning_rate=0',
@@ -210,9 +265,12 @@ def standard_error(output: pathlib.Path, seed: int) -> float:
   return float(np.sqrt(variance))
 
 
-def row(seed: int, what: str, value: float, bar: str) -> report.Row:
-  """A row whose bar reads '<= x' or '>= x'."""
-  return report.bounded(f'seed {seed}: {what}', float(value), bar)
+def row(seed: int, what: str, value: float, bar: str = '') -> report.Row:
+  """A row whose bar reads '<= x' or '>= x', or one without."""
+  name = f'seed {seed}: {what}'
+  if not bar:
+    return report.Row(name, float(value))
+  return report.bounded(name, float(value), bar)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -223,6 +281,8 @@ def main(argv: Sequence[str]) -> None:
     output = pathlib.Path(_OUTPUT.value or scratch)
     if _TASK.value == 'quickstart':
       rows = quickstart(seeds, output)
+    elif _TASK.value == 'smollm2':
+      rows = smollm2(seeds, output, _POLICY.value)
     else:
       rows = stories(seeds, output, pathlib.Path(_DATA.value))
   report.show(f'learning/{_TASK.value}', rows)

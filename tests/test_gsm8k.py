@@ -23,12 +23,8 @@ ALPHABET = '0123456789+=;.'  # 18 ids with the special ones, as `small` has
 CHAT = '{{ bos_token }}{{ messages[0].content }}{{ end }}'
 
 
-def test_the_experiment_prepares_from_published_files(data_dir, tmp_path):
-  tokenizer = data_dir / 'tokenizers/smollm2'
-  data = data_dir / 'datasets'
-  for needed in (tokenizer, data / 'gsm8k_train.jsonl'):
-    if not needed.exists():
-      pytest.skip(f'no {needed}')
+def write_policy(folder):
+  """A small policy with as many token ids as SmolLM2 has; all zeros."""
   policy = ModelConfig(
       vocab_size=49152,
       width=16,
@@ -43,7 +39,16 @@ def test_the_experiment_prepares_from_published_files(data_dir, tmp_path):
       lambda p: np.zeros(p.shape, np.float32),
       transformer.abstract_params(policy),
   )
-  save_hf(tmp_path / 'policy', policy, params)
+  save_hf(folder, policy, params)
+
+
+def test_the_experiment_prepares_from_published_files(data_dir, tmp_path):
+  tokenizer = data_dir / 'tokenizers/smollm2'
+  data = data_dir / 'datasets'
+  for needed in (tokenizer, data / 'gsm8k_train.jsonl'):
+    if not needed.exists():
+      pytest.skip(f'no {needed}')
+  write_policy(tmp_path / 'policy')
   got = prepare(
       command.read_experiment(
           [

@@ -1,0 +1,180 @@
+"""How far engine and trainer are apart on real weights, in fp32 and bf16.
+
+  python -m benchmarks.numerics --policy=SmolLM2-135M-Instruct
+  python -m benchmarks.numerics --policy=SmolLM2-135M-Instruct \
+    --compute=float32
+
+The engine of experiments/smollm2.py answers questions with the same weights
+that the trainer then scores the answers with, so every difference of a token's
+log-prob is of numerics alone. `--compute` names the dtypes that the layers are
+computed in; each engine is compared with each trainer. Parameters stay float32,
+and norms, softmax, rotations and log-probs are computed in it in either case.
+
+The gap is |log p (engine) - log p (trainer)| of a sampled token, in nats; an
+importance weight is off by a factor of exp(gap). Matching dtypes do not make
+bf16 exact: prefill, decode and training round in shapes of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any, Sequence
+
+from absl import app, flags
+import jax
+import numpy as np
+
+from areal_jax.experiment import Prepared, initial_params, prepare
+from areal_jax.losses.policy import PolicyLoss
+from areal_jax.mesh import slices
+from areal_jax.mesh.rules import Rules
+from areal_jax.models.config import ModelConfig
+from areal_jax.rollout.client import EngineClient
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.loop import EngineLoop
+from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.telemetry.events import EventLog
+from areal_jax.train import packing
+from areal_jax.train.optimizer import OptimizerSettings
+from areal_jax.train.state import Role, TrainState
+from areal_jax.train.step import TrainStep, policy_objective
+from areal_jax.types import Draw, RewardResult, RewardStatus, Trajectory
+from benchmarks import report
+from experiments import smollm2
+
+_POLICY = flags.DEFINE_string(
+    'policy', None, 'Hugging Face folder with its tokenizer.', required=True
+)
+_COMPUTE = flags.DEFINE_list(
+    'compute', ['float32', 'bfloat16'], 'Dtypes of the layers.'
+)
+_SAMPLES = flags.DEFINE_integer('samples', 8, 'Answers a question.')
+_QUESTIONS = flags.DEFINE_integer('questions', 16, 'Questions.')
+
+# Of invariant 8 in docs/design.md.
+_FP32 = '<= 0.0001'
+
+
+def measure(
+    policy: str, dtypes: Sequence[str], questions: int, samples: int
+) -> list[report.Row]:
+  """Mean and largest gap of each engine and each trainer."""
+  experiment = smollm2.get_config()
+  experiment.policy.path = experiment.tokenizer.path = policy
+  experiment.task.train_problems = questions
+  experiment.rollout.batch_size = min(8, questions)
+  experiment.rollout.group_size = samples
+  prepared = prepare(experiment)
+  settings, rules = slices.MeshSettings(), Rules()
+  mesh = slices.cut(slices.machine_devices(settings), settings).train
+  params, _ = initial_params(prepared, mesh, rules)
+  rows = []
+  for engine in dtypes:
+    model = dataclasses.replace(prepared.model, compute_dtype=engine)
+    trajectories = asyncio.run(_answers(prepared, model, params, mesh, rules))
+    said = np.concatenate([t.logps[t.loss_mask > 0] for t in trajectories])
+    for trainer in dtypes:
+      model = dataclasses.replace(prepared.model, compute_dtype=trainer)
+      scored = _scores(prepared, model, params, mesh, rules, trajectories)
+      gap = np.abs(said - scored)
+      name = f'engine {engine}, trainer {trainer}'
+      rows.append(report.Row(f'{name}: mean gap, nats', float(gap.mean())))
+      name, largest = f'{name}: largest gap, nats', float(gap.max())
+      if engine == trainer == 'float32':
+        rows.append(report.bounded(name, largest, _FP32))
+      else:
+        rows.append(report.Row(name, largest))
+    rows.append(report.Row(f'engine {engine}: tokens', float(len(said))))
+  return rows
+
+
+async def _answers(
+    prepared: Prepared,
+    model: ModelConfig,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+    rules: Rules,
+) -> list[Trajectory]:
+  """Trajectories of all questions and samples, under version 0."""
+
+  async def score(draw, text):
+    del draw, text  # nothing is learnt here
+    return RewardResult(RewardStatus.OK, 0.0)
+
+  rollout = prepared.settings.rollout
+  loop = EngineLoop(
+      Engine(model, rollout.engine, mesh, rules),
+      '0',
+      swap='drain',
+      events=EventLog(None),
+  )
+  loop.set_weights(0, params, lambda version: None)
+  loop.start()
+  workflow = SingleTurn(
+      client=EngineClient([loop]),
+      render=lambda problem: prepared.prompts[problem.id],
+      decode=lambda ids: prepared.tokenizer.decode(ids.tolist()),
+      score=score,
+      sampling=prepared.sampling,
+      clock=lambda: 0.0,
+  )
+  try:
+    return await asyncio.gather(
+        *(
+            workflow(Draw(index, 0, problem), sample, 0)
+            for index, problem in enumerate(prepared.train)
+            for sample in range(rollout.group_size)
+        )
+    )
+  finally:
+    loop.stop()
+
+
+def _scores(
+    prepared: Prepared,
+    model: ModelConfig,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+    rules: Rules,
+    trajectories: Sequence[Trajectory],
+) -> np.ndarray:
+  """Log-probs of the sampled tokens as the trainer computes them, in order."""
+  shape = prepared.settings.train.packing
+  step = TrainStep(
+      model,
+      policy_objective(PolicyLoss()),
+      OptimizerSettings(),
+      mesh,
+      rules,
+      shape,
+      recompute_proximal=True,
+  )
+  # Only read: no optimizer is needed to score.
+  state = TrainState({'policy': Role(params, {}, ())}, counters=None)
+  # The place of each token among all of them travels as its advantage.
+  places, total = [], 0
+  for trajectory in trajectories:
+    length = len(trajectory.ids)
+    places.append(np.arange(total, total + length, dtype=np.float32))
+    total += length
+  scores = np.zeros(total, np.float32)
+  for microbatch in packing.pack(trajectories, places, shape):
+    logps = jax.device_get(step.proximal(state, step.place(microbatch, 1.0, 0)))
+    real = microbatch.segment_ids > 0
+    scores[microbatch.advantages[real].astype(int)] = logps[real]
+  masks = np.concatenate([t.loss_mask for t in trajectories])
+  return scores[masks > 0]
+
+
+def main(argv: Sequence[str]) -> None:
+  """Prints the table and the JSON line."""
+  del argv
+  rows = measure(
+      _POLICY.value, _COMPUTE.value, _QUESTIONS.value, _SAMPLES.value
+  )
+  report.show('numerics', rows)
+
+
+if __name__ == '__main__':
+  app.run(main)
