@@ -15,6 +15,7 @@ from areal_jax.models.hf import save_hf
 from areal_jax.telemetry import run_folder
 from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
 from tests import tiny
+from tests.small_experiment import change
 
 
 @pytest.fixture(scope='module')
@@ -32,7 +33,7 @@ def refused(run, capsys):
   def check(*words: str, settings=(), **changes) -> None:
     experiment = Experiment()
     for name, value in settings:
-      setattr(experiment.tokenizer, name, value)
+      change(experiment, name, value)
     asked = serve.Serving(experiment, True, str(run), 9000, 0.0)
     assert serve.main(dataclasses.replace(asked, **changes)) == 2
     out, err = capsys.readouterr()
@@ -68,5 +69,16 @@ def test_temperature_that_is_no_number_is_refused(refused):
 
 
 def test_settings_are_resolved(refused):
-  changes = [('kind', 'word')]
+  changes = [('tokenizer.kind', 'word')]
   refused("config.tokenizer.kind is 'word'", settings=changes)
+
+
+def test_stop_strings_are_refused_where_answers_end_at_ids_alone(refused):
+  changes = [
+      ('rollout.stop_strings', ('.',)),
+      # What fits the small policy of the run.
+      ('rollout.engine.max_length', 64),
+      ('rollout.engine.max_prompt_length', 32),
+  ]
+  refused("config.rollout.stop_strings is ('.',), wanted none",
+          settings=changes)  # fmt: skip

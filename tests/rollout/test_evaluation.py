@@ -294,6 +294,15 @@ def engine():
   return Engine(tiny.config(), ENGINE, tiny.mesh(), Rules())
 
 
+class Numbers:
+  """Writes ids as numbers with blanks between them."""
+
+  run_ids = frozenset()
+
+  def decode(self, ids):
+    return ' '.join(map(str, ids))
+
+
 class Asked:
   """An evaluator of some replicas, and all that was asked and scored."""
 
@@ -302,7 +311,7 @@ class Asked:
     self.evaluator = Evaluator([
         EngineLoop(
             engine, f'evaluate/{i}', swap='drain', events=self.events,
-            lane=f'evaluate/{i}',
+            tokenizer=Numbers(), lane=f'evaluate/{i}',
         )
         for i in range(replicas)
     ])  # fmt: skip
@@ -327,7 +336,9 @@ class Asked:
     self.before_score(draw)
     return RewardResult(RewardStatus.OK, float(draw.draw_index))
 
-  def evaluate(self, version=0, problems=PROBLEMS, wait_s=60.0, **changes):
+  def evaluate(
+      self, version=0, problems=PROBLEMS, wait_s=60.0, stops=(), **changes
+  ):
     params = jax.block_until_ready(tiny.params(version))
     chosen = EvaluationSettings(**{'samples': 2, 'temperature': 1.0, **changes})
     return self.evaluator.evaluate(
@@ -337,15 +348,18 @@ class Asked:
         SingleTurn(
             client=self,
             render=lambda problem: (1, 2, 3 + int(problem.prompt)),
-            decode=lambda ids: ' '.join(map(str, ids)),
+            decode=Numbers().decode,
             score=self.score,
             sampling=SamplingParams(
-                max_new_tokens=6, temperature=chosen.temperature, stop_ids=(4,)
+                max_new_tokens=6,
+                temperature=chosen.temperature,
+                stop_ids=(4,),
+                stop_strings=stops,
             ),
             clock=lambda: 0.0,
         ),
         chosen,
-        decode=lambda ids: ' '.join(map(str, ids)),
+        decode=Numbers().decode,
         wait_s=wait_s,
     )
 
@@ -370,6 +384,21 @@ def test_twice_gives_the_same_ids_and_the_same_answers(engine):
       results.append(asyncio.run(asked.evaluate()))
       results.append(asyncio.run(asked.evaluate()))
   assert len({r.answers for r in results}) == 1
+
+
+def test_texts_are_scored_and_kept_up_to_the_stop_string(engine):
+  with Asked(engine, 1) as asked:
+    free = asyncio.run(asked.evaluate()).answers
+    stop = max((a.text for a in free), key=len)[4:7]
+    asked.scored.clear()
+    cut = asyncio.run(asked.evaluate(stops=(stop,))).answers
+  texts = [a.text.partition(stop)[0] for a in free]
+  assert [a.text for a in cut] == texts
+  assert sorted(text for _, text in asked.scored) == sorted(texts)
+  for before, after in zip(free, cut):
+    ended = after.stop_reason is StopReason.STOP_STRING
+    assert ended == (stop in before.text)
+  assert any(stop in a.text for a in free)
 
 
 def test_requests_name_streams_that_training_does_not_use(engine):

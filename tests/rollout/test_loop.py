@@ -373,7 +373,7 @@ def test_stop_string_ends_one_answer_and_leaves_the_others(engine, free):
   # of the fifth.
   string = text[7:9]
   tokens = syllables.tokens_with(ids, string)
-  assert tokens <= 5 and string not in syllables.decode(ids[4:])[:8]
+  assert tokens == 5
   with Running(engine, tokenizer=syllables) as running:
     running.submit(
         tiny.request('0', new=20, stop_strings=(string,)),
@@ -390,16 +390,15 @@ def test_stop_string_ends_one_answer_and_leaves_the_others(engine, free):
   assert said.stop_string == string
   assert said.text_end == text.index(string)
   assert answer_of(said).tolist() == ids[:tokens]
-  # Two dispatches of four were run for it.
-  assert counts.discarded_tokens == -tokens % 4
+  assert counts.discarded_tokens == 3  # of two dispatches of four
   for i in range(4):
     for name in ([f'{i}'] if i else []) + [f'again{i}']:
       assert answers[name].stop_reason is StopReason.LENGTH
       assert answers[name].stop_string is answers[name].text_end is None
       assert answers[name].ids.tolist() == free[f'{i}'].ids.tolist()
   # Planted fault: a search of what each dispatch brought sees no string.
-  parts = [syllables.decode(ids[i : i + 4]) for i in range(0, 20, 4)]
-  assert tokens < 5 or not any(string in part for part in parts[:2])
+  parts = [syllables.decode(ids[i : i + 4]) for i in (0, 4)]
+  assert not any(string in part for part in parts)
 
 
 def test_stop_string_of_a_character_that_two_dispatches_bring(engine, free):
