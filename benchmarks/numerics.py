@@ -37,6 +37,7 @@ from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry.events import EventLog
 from areal_jax.train import packing
 from areal_jax.train.optimizer import OptimizerSettings
+from areal_jax.train.packing import PackingSettings
 from areal_jax.train.state import Role, TrainState
 from areal_jax.train.step import TrainStep, policy_objective
 from areal_jax.types import Draw, RewardResult, RewardStatus, Trajectory
@@ -69,15 +70,28 @@ def measure(
   settings, rules = slices.MeshSettings(), Rules()
   mesh = slices.cut(slices.machine_devices(settings), settings).train
   params, _ = initial_params(prepared, mesh, rules)
-  rows = []
+  answers = {}
   for engine in dtypes:
     model = dataclasses.replace(prepared.model, compute_dtype=engine)
-    trajectories = asyncio.run(_answers(prepared, model, params, mesh, rules))
-    said = np.concatenate([t.logps[t.loss_mask > 0] for t in trajectories])
-    for trainer in dtypes:
-      model = dataclasses.replace(prepared.model, compute_dtype=trainer)
-      scored = _scores(prepared, model, params, mesh, rules, trajectories)
-      gap = np.abs(said - scored)
+    answers[engine] = asyncio.run(
+        _answers(prepared, model, params, mesh, rules)
+    )
+  rows = []
+  for trainer in dtypes:
+    model = dataclasses.replace(prepared.model, compute_dtype=trainer)
+    step = TrainStep(
+        model,
+        policy_objective(PolicyLoss()),
+        OptimizerSettings(),
+        mesh,
+        rules,
+        prepared.settings.train.packing,
+        recompute_proximal=True,
+    )
+    for engine, said in answers.items():
+      logps = np.concatenate([t.logps[t.loss_mask > 0] for t in said])
+      shape = prepared.settings.train.packing
+      gap = np.abs(logps - _scores(step, params, said, shape))
       name = f'engine {engine}, trainer {trainer}'
       rows.append(report.Row(f'{name}: mean gap, nats', float(gap.mean())))
       name, largest = f'{name}: largest gap, nats', float(gap.max())
@@ -85,7 +99,9 @@ def measure(
         rows.append(report.bounded(name, largest, _FP32))
       else:
         rows.append(report.Row(name, largest))
-    rows.append(report.Row(f'engine {engine}: tokens', float(len(said))))
+  for engine, said in answers.items():
+    tokens = sum(float(t.loss_mask.sum()) for t in said)
+    rows.append(report.Row(f'engine {engine}: tokens', tokens))
   return rows
 
 
@@ -132,24 +148,12 @@ async def _answers(
 
 
 def _scores(
-    prepared: Prepared,
-    model: ModelConfig,
+    step: TrainStep,
     params: Any,
-    mesh: jax.sharding.Mesh,
-    rules: Rules,
     trajectories: Sequence[Trajectory],
+    shape: PackingSettings,
 ) -> np.ndarray:
   """Log-probs of the sampled tokens as the trainer computes them, in order."""
-  shape = prepared.settings.train.packing
-  step = TrainStep(
-      model,
-      policy_objective(PolicyLoss()),
-      OptimizerSettings(),
-      mesh,
-      rules,
-      shape,
-      recompute_proximal=True,
-  )
   # Only read: no optimizer is needed to score.
   state = TrainState({'policy': Role(params, {}, ())}, counters=None)
   # The place of each token among all of them travels as its advantage.

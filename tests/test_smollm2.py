@@ -94,7 +94,7 @@ def test_wrong_inputs_are_named(folder, paths, override, message):
 
 def test_tokenizer_of_a_larger_vocabulary_is_named(folder, paths, data_dir):
   other = f'tokenizer.path={data_dir}/tokenizers/gpt2'
-  with pytest.raises(ConfigError, match='50257 ids, wanted at most the 49152'):
+  with pytest.raises(ConfigError, match="50257 ids', wanted at most the 49152"):
     prepared(folder, paths[0], other)
 
 

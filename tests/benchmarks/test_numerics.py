@@ -3,6 +3,7 @@
 import shutil
 
 import jax
+import pytest
 
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
@@ -10,6 +11,7 @@ from areal_jax.models.hf import save_hf
 from benchmarks.numerics import measure
 
 
+@pytest.mark.slow
 def test_rounding_layers_to_bf16_widens_the_gap(data_dir, tmp_path):
   config = ModelConfig(
       vocab_size=49152,
