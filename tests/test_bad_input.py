@@ -520,10 +520,10 @@ def test_a_task_is_refused(refused, changes, words):
             '@halves/config.json: num_attention_heads is missing',
         ),
         case(
-            'policy_that_no_published_family_has',
-            {'policy.model.qkv_bias': True, 'policy.model.qk_norm': True},
-            'config.policy.model: (qkv_bias, qk_norm) is (True, True), which no'
-            ' family has',
+            'policy_that_its_family_has_not',
+            {'policy.model.qkv_bias': True},
+            'config.policy.model: qkv_bias is True, wanted False in family'
+            " 'llama'",
         ),
         case(
             'heads_that_share_unevenly',

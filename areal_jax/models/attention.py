@@ -4,6 +4,8 @@ In flow queries, keys and values with RoPE applied and the queries scaled; out
 flows the mixture of values. N query heads share K key/value heads in groups of
 N / K, which are never repeated in memory. Scores, softmax and sums are float32
 whatever the inputs are. A query that may see nothing gets a finite mixture.
+With a cap, scores are cap · tanh(score / cap), as in Gemma 2
+(https://arxiv.org/abs/2408.00118); a cap of 0 is none.
 
 `attend_grouped` is the plain form for any backend and any mesh, and the one
 that others are compared with.
@@ -24,7 +26,14 @@ _MOST_HEADS_UNROLLED = 16
 
 
 def attend(
-    q: Array, k: Array, v: Array, mask: Array, *, platform: str, shards: int
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    *,
+    platform: str,
+    shards: int,
+    cap: float = 0.0,
 ) -> Array:
   """Attention over rows, in the form that is fastest on the platform.
 
@@ -39,23 +48,27 @@ def attend(
     mask: [B, T, C] True where a query may look.
     platform: 'cpu', 'gpu' or 'tpu'.
     shards: devices that the heads are cut over.
+    cap: of the scores.
 
   Returns:
     [B, T, N, H] float32.
   """
   few = q.shape[2] <= _MOST_HEADS_UNROLLED
   if platform == 'cpu' and shards == 1 and few:
-    return attend_by_head(q, k, v, mask)
-  return attend_grouped(q, k, v, mask)
+    return attend_by_head(q, k, v, mask, cap)
+  return attend_grouped(q, k, v, mask, cap)
 
 
-def attend_grouped(q: Array, k: Array, v: Array, mask: Array) -> Array:
+def attend_grouped(
+    q: Array, k: Array, v: Array, mask: Array, cap: float = 0.0
+) -> Array:
   """softmax(q kᵀ) v with the heads as batch axes; shapes as in `attend`."""
   b, t, n, h = q.shape
   q = q.reshape(b, t, k.shape[2], -1, h)
   scores = jnp.einsum(
       'btkrh,bckh->bkrtc', q, k, preferred_element_type=jnp.float32
   )
+  scores = capped(scores, cap)
   weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED))
   mixed = jnp.einsum(
       'bkrtc,bckh->btkrh',
@@ -66,7 +79,9 @@ def attend_grouped(q: Array, k: Array, v: Array, mask: Array) -> Array:
   return mixed.reshape(b, t, n, h)
 
 
-def attend_by_head(q: Array, k: Array, v: Array, mask: Array) -> Array:
+def attend_by_head(
+    q: Array, k: Array, v: Array, mask: Array, cap: float = 0.0
+) -> Array:
   """The same one head after another, normalised after the last product."""
   group = q.shape[2] // k.shape[2]
   heads = []
@@ -78,7 +93,7 @@ def attend_by_head(q: Array, k: Array, v: Array, mask: Array) -> Array:
         k[:, :, shared],
         preferred_element_type=jnp.float32,
     )
-    scores = jnp.where(mask, scores, MASKED)
+    scores = jnp.where(mask, capped(scores, cap), MASKED)
     # A constant shift: the result does not depend on it.
     best = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - best)
@@ -99,6 +114,9 @@ def attend_paged(
     layer: Array | int,
     page_table: Array,
     positions: Array,
+    *,
+    window: Array | int | None = None,
+    cap: float = 0.0,
 ) -> Array:
   """One query a slot over the slot's own pages, up to its position.
 
@@ -113,22 +131,39 @@ def attend_paged(
     layer: which L.
     page_table: [S, P] pages that hold a slot's first P · page positions.
     positions: [S] last logical position that a slot sees.
+    window: positions that it sees, that one included; None for all. No page
+      outside of it is read if it is a plain number.
+    cap: of the scores.
 
   Returns:
     [S, N, H] float32.
   """
   s, n, h = q.shape
-  kv_heads, context = keys.shape[3], page_table.shape[1] * keys.shape[2]
+  page, kv_heads = keys.shape[2:4]
+  first = jnp.zeros_like(positions)
+  if isinstance(window, int):
+    # So many pages hold a window, wherever it begins.
+    columns = (window - 2) // page + 2
+    if columns < page_table.shape[1]:
+      first = jnp.maximum(positions - window + 1, 0) // page
+      read = first[:, None] + jnp.arange(columns)
+      # Columns beyond the last are read again, and lie ahead of the query.
+      page_table = jnp.take_along_axis(page_table, read, axis=1, mode='clip')
+  context = page_table.shape[1] * page
   # One gather of layer and page: a slice of the layer first would copy it.
   k = keys[layer, page_table].reshape(s, context, kv_heads, h)
   v = values[layer, page_table].reshape(s, context, kv_heads, h)
-  seen = jnp.arange(context) <= positions[:, None]
+  places = first[:, None] * page + jnp.arange(context)
+  seen = places <= positions[:, None]
+  if window is not None:
+    seen &= places > positions[:, None] - window
   scores = jnp.einsum(
       'skrh,sckh->skrc',
       q.reshape(s, kv_heads, -1, h),
       k,
       preferred_element_type=jnp.float32,
   )
+  scores = capped(scores, cap)
   weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED))
   mixed = jnp.einsum(
       'skrc,sckh->skrh',
@@ -137,3 +172,8 @@ def attend_paged(
       preferred_element_type=jnp.float32,
   )
   return mixed.reshape(s, n, h)
+
+
+def capped(x: Array, cap: float) -> Array:
+  """cap · tanh(x / cap), within (-cap, cap); x itself for a cap of 0."""
+  return cap * jnp.tanh(x / cap) if cap else x

@@ -1,18 +1,20 @@
 """The settings of the Transformer, and the families it knows.
 
-A family of published checkpoints is a row of `FAMILIES`: the settings in which
-it differs from the others, and what its `config.json` leaves unsaid.
+A family of published checkpoints is a row of `FAMILIES`: the settings that all
+its policies share, what its `config.json` leaves unsaid, which of its layers
+slide, and the names of tensors in which it differs from Llama.
 `config_from_hf` reads such a file, `config_to_hf` writes one; what a checkpoint
 uses and this model lacks is refused by name. Weights are left to `hf.py`, the
-arithmetic to `transformer.py`.
+arithmetic to `transformer.py`, the way to add a family to `docs/models.md`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
-from typing import Any, Literal, Mapping
+from typing import Any, Callable, Literal, Mapping
 
 from areal_jax.config import ConfigError, require
 
@@ -21,20 +23,41 @@ from areal_jax.config import ConfigError, require
 class RopeScaling:
   """How rotary frequencies are stretched for contexts longer than trained.
 
+  'linear' divides them all by `factor`.
+
+  'dynamic' raises the base with the length of the sequence, from
+  `original_max_length` on. The length that counts for a position p is p + 1:
+  a token is encoded as if it were the last one. So a key's encoding never
+  changes while its sequence grows, and prefill, decode and trainer agree.
+
+  'yarn' divides the frequencies that turn less than `beta_slow` times in
+  `original_max_length` tokens by `factor`, keeps those that turn more than
+  `beta_fast` times, and blends in between; cosines and sines are multiplied by
+  `amplitude`.
+
   'llama3' divides the frequencies whose wavelength exceeds
   `original_max_length / low_freq_factor` by `factor`, keeps those shorter than
   `original_max_length / high_freq_factor`, and blends in between.
   """
 
-  kind: Literal['none', 'llama3'] = 'none'
+  kind: Literal['none', 'linear', 'dynamic', 'yarn', 'llama3'] = 'none'
   factor: float = 1.0
   low_freq_factor: float = 1.0
   high_freq_factor: float = 4.0
   original_max_length: int = 8192  # tokens
+  beta_fast: float = 32.0  # turns
+  beta_slow: float = 1.0  # turns
+  attention_factor: float = 0.0  # 0: follows from factor and mscales
+  mscale: float = 0.0  # 0: unset
+  mscale_all_dim: float = 0.0  # 0: unset
+  truncate: bool = True  # the blend begins and ends at whole dimensions
 
   def validate(self, at: str) -> None:
     low, high = self.low_freq_factor, self.high_freq_factor
-    for name in ('factor', 'low_freq_factor', 'high_freq_factor'):
+    numbers = [
+        f.name for f in dataclasses.fields(self) if isinstance(f.default, float)
+    ]
+    for name in numbers:
       value = getattr(self, name)
       require(math.isfinite(value), f'{at}.{name}', value, 'a finite number')
     require(self.factor >= 1, f'{at}.factor', self.factor, 'at least 1')
@@ -45,14 +68,37 @@ class RopeScaling:
         high,
         f'more than low_freq_factor={low}',
     )
+    slow, fast = self.beta_slow, self.beta_fast
+    require(slow > 0, f'{at}.beta_slow', slow, 'more than 0')
+    require(fast >= slow, f'{at}.beta_fast', fast, f'at least beta_slow={slow}')
+    for name in ('attention_factor', 'mscale', 'mscale_all_dim'):
+      value = getattr(self, name)
+      require(value >= 0, f'{at}.{name}', value, 'at least 0')
     length = self.original_max_length
     require(length >= 1, f'{at}.original_max_length', length, 'at least 1')
+
+  @property
+  def amplitude(self) -> float:
+    """What cosines and sines are multiplied by: 1 but for 'yarn'.
+
+    0.1 ln(factor) + 1, of https://arxiv.org/abs/2309.00071, or the ratio of two
+    such numbers where both mscales weigh the logarithm, as DeepSeek does.
+    """
+    if self.kind != 'yarn':
+      return 1.0
+    if self.attention_factor:
+      return self.attention_factor
+    grown = math.log(self.factor) / 10
+    if self.mscale and self.mscale_all_dim:
+      return (self.mscale * grown + 1) / (self.mscale_all_dim * grown + 1)
+    return grown + 1
 
 
 @dataclasses.dataclass
 class ModelConfig:
   """Shape and arithmetic of one policy. The defaults are a toy."""
 
+  family: str = 'llama'  # row of FAMILIES that it is exported as
   vocab_size: int = 512  # ids that exist
   width: int = 96  # D
   layers: int = 2  # L
@@ -68,12 +114,23 @@ class ModelConfig:
   tied_embeddings: bool = True  # logits through the embedding's transpose
   qkv_bias: bool = False
   qk_norm: bool = False  # RMSNorm over H of queries and keys, before RoPE
+  post_norms: bool = False  # RMSNorm also of what a block adds to the stream
+  unit_offset: bool = False  # norms multiply by 1 + weight
+  scaled_embeddings: bool = False  # embeddings are multiplied by sqrt(D)
+  query_scalar: float = 0.0  # scores are divided by its root; 0: head_size
+  attention_cap: float = 0.0  # scores are cap · tanh(score / cap); 0: none
+  logit_cap: float = 0.0  # the same for logits
+  sliding_window: int = 0  # tokens seen in a sliding layer, its own included
+  sliding_layers: tuple[int, ...] = ()  # numbers of the layers that slide
+  sliding_rope_theta: float = 0.0  # theirs, unscaled; 0: that of the others
   vocab_multiple: int = 1  # the vocabulary is padded to a multiple of this
   layer_loop: Literal['scan', 'unroll'] = 'unroll'  # scan compiles faster
   compute_dtype: Literal['float32', 'bfloat16'] = 'float32'
   remat: bool = False  # recompute layers in the backward pass
 
   def validate(self, at: str) -> None:
+    known = self.family in FAMILIES
+    require(known, f'{at}.family', self.family, f'one of {[*FAMILIES]}')
     sizes = (
         'vocab_size',
         'width',
@@ -99,6 +156,39 @@ class ModelConfig:
       value = getattr(self, name)
       right = 0 < value < math.inf
       require(right, f'{at}.{name}', value, 'above 0 and finite')
+    for name in (
+        'query_scalar',
+        'attention_cap',
+        'logit_cap',
+        'sliding_rope_theta',
+    ):
+      value = getattr(self, name)
+      right = 0 <= value < math.inf
+      require(right, f'{at}.{name}', value, 'at least 0 and finite')
+    self._validate_sliding(at)
+    self._validate_rope(at)
+
+  def _validate_sliding(self, at: str) -> None:
+    slide, window = self.sliding_layers, self.sliding_window
+    numbers = sorted({n for n in slide if 0 <= n < self.layers})
+    require(
+        list(slide) == numbers,
+        f'{at}.sliding_layers',
+        slide,
+        f'numbers of layers, ascending, below layers={self.layers}',
+    )
+    wanted = 'at least 1' if slide else '0, for no layer slides'
+    right = window >= 1 if slide else window == 0
+    require(right, f'{at}.sliding_window', window, wanted)
+
+  def _validate_rope(self, at: str) -> None:
+    # Both formulas divide by a number that would be 0.
+    if self.rope_scaling.kind == 'yarn':
+      theta = self.rope_theta
+      require(theta > 1, f'{at}.rope_theta', theta, 'above 1 for yarn')
+    if self.rope_scaling.kind == 'dynamic':
+      size = self.head_size
+      require(size > 2, f'{at}.head_size', size, 'above 2 for dynamic RoPE')
 
   @property
   def padded_vocab_size(self) -> int:
@@ -107,37 +197,152 @@ class ModelConfig:
     return math.ceil(self.vocab_size / step) * step
 
 
+# Which layers slide, of [0, layers), by the fields of a config.json that has a
+# window but no `layer_types`.
+Slides = Callable[[Mapping[str, Any], int, str], list[int]]
+
+
+def _all_layers(fields: Mapping[str, Any], layers: int, at: str) -> list[int]:
+  del fields, at
+  return [*range(layers)]
+
+
+def _all_but_each(
+    each: int, fields: Mapping[str, Any], layers: int, at: str
+) -> list[int]:
+  """Every `each`-th layer is full, unless the file has another pattern."""
+  each = _size(fields, 'sliding_window_pattern', each, at)
+  return [n for n in range(layers) if (n + 1) % each]
+
+
+def _late_layers(fields: Mapping[str, Any], layers: int, at: str) -> list[int]:
+  first = _size(fields, 'max_window_layers', None, at, least=0)
+  return [*range(first, layers)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """One row of settings; `head_size` and `kv_heads` None follow the heads."""
+  """One row of settings.
+
+  Attributes:
+    architecture: the class of transformers.
+    settings: fields of `ModelConfig` that all its policies share.
+    defaults: what transformers assumes where config.json is silent, by the
+      names there. A field that `_DEFAULTS` lacks is read and written for the
+      families that name it here, and for no other.
+    slides: which layers do; None if no policy of the family has a window.
+    tensors: published names, by the last part of our path, that differ from
+      those in `hf.ROWS`.
+  """
 
   architecture: str
-  qkv_bias: bool = False
-  qk_norm: bool = False
-  # What transformers assumes where config.json is silent.
-  head_size: int | None = None
-  kv_heads: int | None = None
-  norm_eps: float = 1e-6
-  rope_theta: float = 10_000.0
-  max_length: int = 2048
+  settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  slides: Slides | None = None
+  tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+
+# As a Llama has them. A head_dim of None is hidden_size / num_attention_heads,
+# and key/value heads of None are as many as query heads.
+_DEFAULTS: dict[str, Any] = {
+    'head_dim': None,
+    'num_key_value_heads': None,
+    'max_position_embeddings': 2048,
+    'rope_theta': 10_000.0,
+    'rms_norm_eps': 1e-6,
+    'hidden_act': 'silu',
+    'tie_word_embeddings': False,
+}
+_QWEN: dict[str, Any] = {
+    'num_key_value_heads': 32,
+    'max_position_embeddings': 32768,
+    'use_sliding_window': False,
+    'sliding_window': 4096,
+    'max_window_layers': 28,
+}
+_GEMMA: dict[str, Any] = {
+    'head_dim': 256,
+    'num_key_value_heads': 4,
+    'hidden_activation': 'gelu_pytorch_tanh',
+    'tie_word_embeddings': True,
+    'query_pre_attn_scalar': 256,
+    'sliding_window': 4096,
+    'final_logit_softcapping': None,
+}
+_GEMMA_SETTINGS = dict(
+    post_norms=True, unit_offset=True, scaled_embeddings=True
+)
+_GEMMA_TENSORS = {
+    'mlp_norm': 'model.layers.{layer}.pre_feedforward_layernorm.weight'
+}
 
 FAMILIES: dict[str, Family] = {
+    # Llama 2 and 3, SmolLM2, R1-Distill-Llama.
     'llama': Family('LlamaForCausalLM'),
+    # Qwen2, Qwen2.5, R1-Distill-Qwen.
     'qwen2': Family(
-        'Qwen2ForCausalLM', qkv_bias=True, kv_heads=32, max_length=32768
+        'Qwen2ForCausalLM',
+        settings=dict(qkv_bias=True),
+        defaults=_QWEN,
+        slides=_late_layers,
     ),
     'qwen3': Family(
         'Qwen3ForCausalLM',
-        qk_norm=True,
-        head_size=128,
-        kv_heads=32,
-        max_length=32768,
+        settings=dict(qk_norm=True),
+        defaults={**_QWEN, 'head_dim': 128},
+        slides=_late_layers,
+    ),
+    'mistral': Family(
+        'MistralForCausalLM',
+        defaults={
+            'num_key_value_heads': 8,
+            'max_position_embeddings': 131_072,
+            'sliding_window': 4096,
+        },
+        slides=_all_layers,
+    ),
+    'gemma2': Family(
+        'Gemma2ForCausalLM',
+        settings=_GEMMA_SETTINGS,
+        defaults={
+            **_GEMMA,
+            'max_position_embeddings': 8192,
+            'attn_logit_softcapping': 50.0,
+            'final_logit_softcapping': 30.0,
+        },
+        slides=functools.partial(_all_but_each, 2),
+        tensors=_GEMMA_TENSORS,
+    ),
+    # transformers caps no scores there, whatever the file says.
+    'gemma3_text': Family(
+        'Gemma3ForCausalLM',
+        settings=dict(_GEMMA_SETTINGS, qk_norm=True),
+        defaults={
+            **_GEMMA,
+            'max_position_embeddings': 131_072,
+            'rope_theta': 1_000_000.0,
+            'rope_local_base_freq': 10_000.0,
+        },
+        slides=functools.partial(_all_but_each, 6),
+        tensors=_GEMMA_TENSORS,
     ),
 }
 
 # Names of activations in config.json.
 _ACTIVATIONS = {'silu': 'silu', 'gelu_pytorch_tanh': 'gelu_tanh'}
+# Numbers that only some families read, and our fields; null is 0 with us.
+_NUMBERS = {
+    'query_pre_attn_scalar': 'query_scalar',
+    'attn_logit_softcapping': 'attention_cap',
+    'final_logit_softcapping': 'logit_cap',
+}
+# Here null is not silence: it says that there is none.
+_NULLABLE = (
+    'sliding_window',
+    'attn_logit_softcapping',
+    'final_logit_softcapping',
+)
+_FULL, _SLIDING = 'full_attention', 'sliding_attention'
 
 
 def config_from_hf(
@@ -158,32 +363,217 @@ def config_from_hf(
   """
   name = _choice(hf, 'model_type', FAMILIES, None, at)
   family = FAMILIES[name]
-  layers = _size(hf, 'num_hidden_layers', None, at)
-  heads = _size(hf, 'num_attention_heads', None, at)
-  width = _size(hf, 'hidden_size', None, at)
-  _refuse_unknown_parts(hf, at, name, layers)
-  activation = _choice(hf, 'hidden_act', _ACTIVATIONS, 'silu', at)
-  theta, scaling = _rope(hf, at, family)
+  _refuse_unknown_parts(hf, at, name)
+  said = {k: v for k, v in hf.items() if v is not None or k in _NULLABLE}
+  fields = {**_DEFAULTS, **family.defaults, **said}
+  layers = _size(fields, 'num_hidden_layers', None, at)
+  heads = _size(fields, 'num_attention_heads', None, at)
+  width = _size(fields, 'hidden_size', None, at)
+  act = _activation_field(family)
+  theta, sliding_theta, scaling = _rope(hf, fields, at, family)
+  max_length = _size(fields, 'max_position_embeddings', None, at)
+  if scaling.kind == 'dynamic':
+    max_length = int(max_length * scaling.factor)
+  window, slide = _sliding(fields, at, name, layers)
   config = ModelConfig(
-      vocab_size=_size(hf, 'vocab_size', None, at),
+      family=name,
+      vocab_size=_size(fields, 'vocab_size', None, at),
       width=width,
       layers=layers,
       heads=heads,
-      kv_heads=_size(hf, 'num_key_value_heads', family.kv_heads or heads, at),
-      head_size=_size(hf, 'head_dim', family.head_size or width // heads, at),
-      mlp_width=_size(hf, 'intermediate_size', None, at),
-      max_length=_size(hf, 'max_position_embeddings', family.max_length, at),
+      kv_heads=_size(fields, 'num_key_value_heads', heads, at),
+      head_size=_size(fields, 'head_dim', width // heads, at),
+      mlp_width=_size(fields, 'intermediate_size', None, at),
+      max_length=max_length,
       rope_theta=theta,
       rope_scaling=scaling,
-      norm_eps=_number(hf, 'rms_norm_eps', family.norm_eps, at),
-      activation=_ACTIVATIONS[activation],
-      tied_embeddings=_truth(hf, 'tie_word_embeddings', at),
-      qkv_bias=family.qkv_bias,
-      qk_norm=family.qk_norm,
+      norm_eps=_number(fields, 'rms_norm_eps', None, at),
+      activation=_ACTIVATIONS[_choice(fields, act, _ACTIVATIONS, None, at)],
+      tied_embeddings=_truth(fields, 'tie_word_embeddings', at),
+      sliding_window=window,
+      sliding_layers=slide,
+      sliding_rope_theta=sliding_theta,
+      **{
+          ours: _number(fields, theirs, None, at)
+          for theirs, ours in _NUMBERS.items()
+          if theirs in family.defaults and fields[theirs] is not None
+      },
+      **family.settings,
   )
   scaling.validate(f'{at}: rope_scaling')
   config.validate(at)
   return config
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+  """The `config.json` of a policy, in the spelling of published checkpoints.
+
+  Raises:
+    ConfigError: the policy has settings that its family has not.
+  """
+  family = FAMILIES[config.family]
+  _check_family(config)
+  activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+  length = config.max_length
+  if config.rope_scaling.kind == 'dynamic':
+    length = config.rope_scaling.original_max_length
+  described = {
+      'architectures': [family.architecture],
+      'model_type': config.family,
+      'vocab_size': config.vocab_size,
+      'hidden_size': config.width,
+      'intermediate_size': config.mlp_width,
+      'num_hidden_layers': config.layers,
+      'num_attention_heads': config.heads,
+      'num_key_value_heads': config.kv_heads,
+      'head_dim': config.head_size,
+      'max_position_embeddings': length,
+      'rope_theta': config.rope_theta,
+      'rope_scaling': _scaling_to_hf(config.rope_scaling),
+      'rms_norm_eps': config.norm_eps,
+      _activation_field(family): activations[config.activation],
+      'tie_word_embeddings': config.tied_embeddings,
+      'attention_bias': False,
+  }
+  reads = family.defaults
+  for theirs, ours in _NUMBERS.items():
+    if theirs in reads:
+      described[theirs] = getattr(config, ours) or None
+  if 'query_pre_attn_scalar' in reads:
+    scalar = config.query_scalar or config.head_size
+    # transformers wants a whole number where there is one.
+    whole = scalar == int(scalar)
+    described['query_pre_attn_scalar'] = int(scalar) if whole else scalar
+  if 'rope_local_base_freq' in reads:
+    local = config.sliding_rope_theta or config.rope_theta
+    described['rope_local_base_freq'] = local
+  if family.slides is not None:
+    described.update(_sliding_to_hf(config, family))
+  return described
+
+
+# Reading.
+
+
+def _activation_field(family: Family) -> str:
+  read = 'hidden_activation' in family.defaults
+  return 'hidden_activation' if read else 'hidden_act'
+
+
+def _refuse_unknown_parts(hf: Mapping[str, Any], at: str, name: str) -> None:
+  """Raises if the checkpoint really uses a part that this model lacks."""
+  # transformers' qwen2 has its q, k and v biases whatever the file says.
+  if name != 'qwen2':
+    bias = _truth(hf, 'attention_bias', at)
+    require(not bias, f'{at}: attention_bias', bias, f'false for {name}')
+  for part in ('mlp_bias', 'use_bidirectional_attention'):
+    used = _truth(hf, part, at)
+    require(not used, f'{at}: {part}', used, 'false')
+  if FAMILIES[name].slides is None and hf.get('sliding_window'):
+    used = _truth(hf, 'use_sliding_window', at)
+    require(not used, f'{at}: use_sliding_window', used, f'false for {name}')
+
+
+def _sliding(
+    fields: Mapping[str, Any], at: str, name: str, layers: int
+) -> tuple[int, tuple[int, ...]]:
+  """The window, 0 for none, and the layers that have it."""
+  slides = FAMILIES[name].slides
+  kinds = fields.get('layer_types')
+  # transformers reads no list where all layers are alike.
+  if slides is _all_layers:
+    kinds = None
+  if kinds is not None:
+    known = [_FULL] if slides is None else [_FULL, _SLIDING]
+    wanted = f'a list of {layers} of {known}'
+    require(isinstance(kinds, list), f'{at}: layer_types', kinds, wanted)
+    others = [kind for kind in kinds if kind not in known]
+    require(not others, f'{at}: layer_types', others, wanted)
+    require(len(kinds) == layers, f'{at}: layer_types', kinds, wanted)
+  if slides is None:
+    return 0, ()
+  used = 'use_sliding_window' not in FAMILIES[name].defaults
+  used = used or _truth(fields, 'use_sliding_window', at)
+  window = fields['sliding_window'] if used else None
+  if kinds is None:
+    numbers = [] if window is None else slides(fields, layers, at)
+  else:
+    numbers = [n for n, kind in enumerate(kinds) if kind == _SLIDING]
+  if not numbers:
+    return 0, ()
+  require(window is not None, f'{at}: sliding_window', window,
+          f'a number of tokens, for layers {numbers} slide')  # fmt: skip
+  return _size(fields, 'sliding_window', None, at), tuple(numbers)
+
+
+def _rope(
+    hf: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    at: str,
+    family: Family,
+) -> tuple[float, float, RopeScaling]:
+  """Base, base of sliding layers (0: the same) and scaling of the others."""
+  field = 'rope_parameters' if hf.get('rope_parameters') else 'rope_scaling'
+  rope = {} if hf.get(field) is None else hf[field]
+  require(isinstance(rope, dict), f'{at}: {field}', rope, 'an object or null')
+  local = 0.0
+  if 'rope_local_base_freq' in family.defaults:
+    local = _number(fields, 'rope_local_base_freq', None, at)
+    if _FULL in rope or _SLIDING in rope:
+      # transformers 5 has one object for each kind of layer.
+      inner = rope.get(_SLIDING) or {}
+      where = f'{field}.{_SLIDING}'
+      require(isinstance(inner, dict), f'{at}: {where}', inner, 'an object')
+      kind = inner.get('rope_type') or 'default'
+      plain = kind == 'default'
+      require(plain, f'{at}: {where}.rope_type', kind, "'default'")
+      local = _number(inner, 'rope_theta', local, f'{at}: {where}')
+      field, rope = f'{field}.{_FULL}', rope.get(_FULL) or {}
+      require(isinstance(rope, dict), f'{at}: {field}', rope, 'an object')
+  # The parts of the object, under names that a message can show.
+  parts = {f'{field}.{name}': value for name, value in rope.items()}
+  usual = {**_DEFAULTS, **family.defaults}['rope_theta']
+  inner = _number(parts, f'{field}.rope_theta', usual, at)
+  theta = _number(hf, 'rope_theta', inner, at)
+  partial = hf.get('partial_rotary_factor') or rope.get('partial_rotary_factor')
+  require(
+      partial in (None, 1.0), f'{at}: partial_rotary_factor', partial, '1.0'
+  )
+  kind = rope.get('rope_type') or rope.get('type') or 'default'
+  known = ['default', 'linear', 'dynamic', 'yarn', 'llama3']
+  require(kind in known, f'{at}: {field}.rope_type', kind, f'one of {known}')
+  if kind == 'default':
+    return theta, local, RopeScaling()
+  number = lambda name, default: _number(parts, f'{field}.{name}', default, at)
+  longest = _size(fields, 'max_position_embeddings', None, at)
+  scaling = RopeScaling(kind=kind)
+  if kind == 'dynamic':
+    scaling.original_max_length = longest
+  if kind in ('yarn', 'llama3'):
+    name = 'original_max_position_embeddings'
+    scaling.original_max_length = _size(parts, f'{field}.{name}', longest, at)
+  if kind == 'llama3':
+    scaling.low_freq_factor = number('low_freq_factor', None)
+    scaling.high_freq_factor = number('high_freq_factor', None)
+  stretch = None
+  if kind == 'yarn':
+    stretch = longest / scaling.original_max_length
+    for name in _YARN:
+      if rope.get(name):  # transformers takes 0 for unset
+        setattr(scaling, name, number(name, None))
+    cut = f'{field}.truncate'
+    scaling.truncate = _truth({cut: True, **parts}, cut, at)
+  scaling.factor = number('factor', stretch)
+  return theta, local, scaling
+
+
+_YARN = (
+    'beta_fast',
+    'beta_slow',
+    'attention_factor',
+    'mscale',
+    'mscale_all_dim',
+)
 
 
 def _value(
@@ -198,13 +588,17 @@ def _value(
 
 
 def _size(
-    fields: Mapping[str, Any], name: str, default: int | None, at: str
+    fields: Mapping[str, Any],
+    name: str,
+    default: int | None,
+    at: str,
+    least: int = 1,
 ) -> int:
-  """A whole number of at least 1."""
-  wanted = 'a whole number of at least 1'
+  """A whole number of at least `least`."""
+  wanted = f'a whole number of at least {least}'
   value = _value(fields, name, default, at, wanted)
   whole = isinstance(value, int) and not isinstance(value, bool)
-  require(whole and value >= 1, f'{at}: {name}', value, wanted)
+  require(whole and value >= least, f'{at}: {name}', value, wanted)
   return value
 
 
@@ -243,112 +637,55 @@ def _choice(
   return value
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-  """The `config.json` of a policy, in the spelling of published checkpoints.
-
-  Raises:
-    ConfigError: no family has these biases and norms.
-  """
-  name, family = _family_of(config)
-  scaling = None
-  if config.rope_scaling.kind == 'llama3':
-    rope = config.rope_scaling
-    scaling = {
-        'rope_type': 'llama3',
-        'factor': rope.factor,
-        'low_freq_factor': rope.low_freq_factor,
-        'high_freq_factor': rope.high_freq_factor,
-        'original_max_position_embeddings': rope.original_max_length,
-    }
-  activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
-  return {
-      'architectures': [family.architecture],
-      'model_type': name,
-      'vocab_size': config.vocab_size,
-      'hidden_size': config.width,
-      'intermediate_size': config.mlp_width,
-      'num_hidden_layers': config.layers,
-      'num_attention_heads': config.heads,
-      'num_key_value_heads': config.kv_heads,
-      'head_dim': config.head_size,
-      'max_position_embeddings': config.max_length,
-      'rope_theta': config.rope_theta,
-      'rope_scaling': scaling,
-      'rms_norm_eps': config.norm_eps,
-      'hidden_act': activations[config.activation],
-      'tie_word_embeddings': config.tied_embeddings,
-      'attention_bias': False,
-  }
+# Writing.
 
 
-def _family_of(config: ModelConfig) -> tuple[str, Family]:
-  """The row that has the policy's biases and norms."""
-  wanted = config.qkv_bias, config.qk_norm
-  for name, family in FAMILIES.items():
-    if (family.qkv_bias, family.qk_norm) == wanted:
-      return name, family
-  rows = {n: (f.qkv_bias, f.qk_norm) for n, f in FAMILIES.items()}
-  raise ConfigError(
-      f'(qkv_bias, qk_norm) is {wanted}, which no family has; wanted those of'
-      f' {rows}'
-  )
+def _check_family(config: ModelConfig) -> None:
+  """Raises if a setting is not as the policy's family has it."""
+  name, family = config.family, FAMILIES[config.family]
+  plain = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
+  shared = {key for row in FAMILIES.values() for key in row.settings}
+  fixed = {key: family.settings.get(key, plain[key]) for key in sorted(shared)}
+  for theirs, ours in _NUMBERS.items():
+    if theirs not in family.defaults:
+      fixed[ours] = plain[ours]
+  if family.slides is None:
+    fixed['sliding_layers'] = ()
+  if family.slides is _all_layers and config.sliding_layers:
+    fixed['sliding_layers'] = tuple(range(config.layers))
+  if 'rope_local_base_freq' not in family.defaults:
+    fixed['sliding_rope_theta'] = 0.0
+  for key, wanted in fixed.items():
+    seen = getattr(config, key)
+    require(seen == wanted, key, seen, f'{wanted!r} in family {name!r}')
 
 
-def _refuse_unknown_parts(
-    hf: Mapping[str, Any], at: str, name: str, layers: int
-) -> None:
-  """Raises if the checkpoint really uses a part that this model lacks."""
-  # transformers' qwen2 has its q, k and v biases whatever the file says.
-  if name != 'qwen2':
-    bias = _truth(hf, 'attention_bias', at)
-    require(not bias, f'{at}: attention_bias', bias, f'false for {name}')
-  bias = _truth(hf, 'mlp_bias', at)
-  require(not bias, f'{at}: mlp_bias', bias, 'false')
-  kinds = hf.get('layer_types')
-  if kinds is not None:
-    wanted = "a list of 'full_attention' alone"
-    right = isinstance(kinds, list)
-    require(right, f'{at}: layer_types', kinds, wanted)
-    others = [kind for kind in kinds if kind != 'full_attention']
-    require(not others, f'{at}: layer_types', others, wanted)
-  elif _truth(hf, 'use_sliding_window', at) and hf.get('sliding_window'):
-    # transformers slides the layers from max_window_layers (28) on.
-    first = hf.get('max_window_layers', 28)
-    whole = isinstance(first, int)
-    require(whole, f'{at}: max_window_layers', first, 'a whole number')
-    require(
-        first >= layers,
-        f'{at}: sliding_window',
-        hf['sliding_window'],
-        f'none in use: max_window_layers={first} is below {layers} layers',
-    )
+def _sliding_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
+  slide = config.sliding_layers
+  described: dict[str, Any] = {'sliding_window': config.sliding_window or None}
+  if 'use_sliding_window' in family.defaults:
+    described['use_sliding_window'] = bool(slide)
+  if 'max_window_layers' in family.defaults:
+    described['max_window_layers'] = slide[0] if slide else config.layers
+  if family.slides is not _all_layers:
+    described['layer_types'] = [
+        _SLIDING if n in slide else _FULL for n in range(config.layers)
+    ]
+  return described
 
 
-def _rope(
-    hf: Mapping[str, Any], at: str, family: Family
-) -> tuple[float, RopeScaling]:
-  """Base and scaling of the rotary embedding."""
-  field = 'rope_parameters' if hf.get('rope_parameters') else 'rope_scaling'
-  rope = {} if hf.get(field) is None else hf[field]
-  require(isinstance(rope, dict), f'{at}: {field}', rope, 'an object or null')
-  # The parts of the object, under names that a message can show.
-  parts = {f'{field}.{name}': value for name, value in rope.items()}
-  inner = _number(parts, f'{field}.rope_theta', family.rope_theta, at)
-  theta = _number(hf, 'rope_theta', inner, at)
-  kind = rope.get('rope_type') or rope.get('type') or 'default'
-  partial = hf.get('partial_rotary_factor') or rope.get('partial_rotary_factor')
-  require(
-      partial in (None, 1.0), f'{at}: partial_rotary_factor', partial, '1.0'
-  )
-  known = ['default', 'llama3']
-  require(kind in known, f'{at}: {field}.rope_type', kind, f'one of {known}')
-  if kind == 'default':
-    return theta, RopeScaling()
-  length = 'original_max_position_embeddings'
-  return theta, RopeScaling(
-      kind='llama3',
-      factor=_number(parts, f'{field}.factor', None, at),
-      low_freq_factor=_number(parts, f'{field}.low_freq_factor', None, at),
-      high_freq_factor=_number(parts, f'{field}.high_freq_factor', None, at),
-      original_max_length=_size(parts, f'{field}.{length}', None, at),
-  )
+def _scaling_to_hf(rope: RopeScaling) -> dict[str, Any] | None:
+  if rope.kind == 'none':
+    return None
+  described: dict[str, Any] = {'rope_type': rope.kind, 'factor': rope.factor}
+  if rope.kind in ('yarn', 'llama3'):
+    length = rope.original_max_length
+    described['original_max_position_embeddings'] = length
+  if rope.kind == 'llama3':
+    described['low_freq_factor'] = rope.low_freq_factor
+    described['high_freq_factor'] = rope.high_freq_factor
+  if rope.kind == 'yarn':
+    numbers = {name: getattr(rope, name) for name in _YARN}
+    described.update({k: v for k, v in numbers.items() if v})
+    described['truncate'] = rope.truncate
+  return described

@@ -19,7 +19,12 @@ import numpy as np
 
 from areal_jax.config import ConfigError, require
 from areal_jax.models import published, transformer
-from areal_jax.models.config import ModelConfig, RopeScaling, config_to_hf
+from areal_jax.models.config import (
+    FAMILIES,
+    ModelConfig,
+    RopeScaling,
+    config_to_hf,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +35,14 @@ class Architecture:
   Meta's checkpoints, pairs (2i, 2i + 1).
   """
 
-  qkv_bias: bool = False
-  qk_norm: bool = False
   interleaved: bool = False
 
 
+# Under the names of our families.
 ARCHITECTURES = {
     'llama': Architecture(interleaved=True),
-    'qwen2': Architecture(qkv_bias=True),
-    'qwen3': Architecture(qk_norm=True),
+    'qwen2': Architecture(),
+    'qwen3': Architecture(),
 }
 
 _NAMES = {
@@ -100,6 +104,7 @@ class File:
         raise ConfigError(f'{self.path} lacks the tensor {name}')
     theta = float(self.fields.get(f'{arch}.rope.freq_base', 10_000.0))
     config = ModelConfig(
+        family=arch,
         vocab_size=int(self.tensors['token_embd.weight'].shape[1]),
         width=width,
         layers=self._field(f'{arch}.block_count'),
@@ -113,8 +118,7 @@ class File:
             self._field(f'{arch}.attention.layer_norm_rms_epsilon')
         ),
         tied_embeddings='output.weight' not in self.tensors,
-        qkv_bias=self.architecture.qkv_bias,
-        qk_norm=self.architecture.qk_norm,
+        **FAMILIES[arch].settings,
     )
     config.validate(self.path)
     kind = self.fields.get(f'{arch}.rope.scaling.type', 'none')

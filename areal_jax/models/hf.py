@@ -28,7 +28,12 @@ import safetensors
 from areal_jax.config import ConfigError, require, resolve
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import published, transformer
-from areal_jax.models.config import ModelConfig, config_from_hf, config_to_hf
+from areal_jax.models.config import (
+    FAMILIES,
+    ModelConfig,
+    config_from_hf,
+    config_to_hf,
+)
 
 Params = dict[str, Any]
 
@@ -51,7 +56,7 @@ class Row:
   their own. None keeps the order of axes.
   """
 
-  hf: str
+  hf: str  # Llama's, where families differ
   path: tuple[str, ...]
   inputs: int | None = None
 
@@ -87,10 +92,16 @@ ROWS = (
     Row(_L + 'self_attn.v_proj.bias', ('blocks', 'value_bias')),
     Row(_L + 'self_attn.q_norm.weight', ('blocks', 'query_norm')),
     Row(_L + 'self_attn.k_norm.weight', ('blocks', 'key_norm')),
+    # Families with the norm after attention have another name for the next.
+    Row(
+        _L + 'post_attention_layernorm.weight',
+        ('blocks', 'attention_post_norm'),
+    ),
     Row(_L + 'post_attention_layernorm.weight', ('blocks', 'mlp_norm')),
     Row(_L + 'mlp.gate_proj.weight', ('blocks', 'gate'), 1),
     Row(_L + 'mlp.up_proj.weight', ('blocks', 'up'), 1),
     Row(_L + 'mlp.down_proj.weight', ('blocks', 'down'), 1),
+    Row(_L + 'post_feedforward_layernorm.weight', ('blocks', 'mlp_post_norm')),
     Row('model.norm.weight', ('final_norm',)),
     Row('lm_head.weight', ('unembedding',), 1),
 )
@@ -130,7 +141,7 @@ def load_hf(
   params: Params = {}
   with contextlib.ExitStack() as stack:
     source = _Source(folder, config, stack)
-    rows = _rows(shapes)
+    rows = _rows(config, shapes)
     _check_names(source, config, rows)
     for row in rows:
       where = None if shardings is None else _at(shardings, row.path)
@@ -181,7 +192,7 @@ def load_matching(
   left = []
   with contextlib.ExitStack() as stack:
     source = _Source(pathlib.Path(folder), config, stack)
-    for row in _rows(params):
+    for row in _rows(config, params):
       leaf = _at(params, row.path)
       if source.fits(row):
         leaf = source.load(row, leaf.shape, leaf.sharding, leaf.dtype)
@@ -201,7 +212,7 @@ def check_hf(folder: str | pathlib.Path) -> None:
   config = _load_config(folder, {})
   with contextlib.ExitStack() as stack:
     source = _Source(folder, config, stack)
-    rows = _rows(source.shapes)
+    rows = _rows(config, source.shapes)
     _check_names(source, config, rows)
     for row in rows:
       source.check(row)
@@ -234,7 +245,7 @@ def save_hf(
       dtype is none that is published.
   """
   plain = transformer.abstract_params(_unpadded(config))
-  rows = _rows(plain)
+  rows = _rows(config, plain)
   shapes = []
   for row, name, place in _in_order(config, rows):
     sizes = row.hf_shape(_at(plain, row.path).shape[len(place) :])
@@ -490,9 +501,9 @@ def _check_names(source: _Source, config: ModelConfig, rows: list[Row]) -> None:
       extra.remove(head)
   if extra:
     raise ConfigError(
-        f'{folder} has {len(extra)} tensors with no place in a policy of'
-        f' {config.layers} layers, tied_embeddings {config.tied_embeddings},'
-        f' qkv_bias {config.qkv_bias}, qk_norm {config.qk_norm}: {_few(extra)}'
+        f'{folder} has {len(extra)} tensors with no place in a policy of family'
+        f' {config.family!r} with {config.layers} layers, tied_embeddings'
+        f' {config.tied_embeddings}: {_few(extra)}'
     )
 
 
@@ -510,11 +521,11 @@ def _few(names: list[str]) -> str:
   return ', '.join(names[:4]) + (', ...' if len(names) > 4 else '')
 
 
-def _rows(params: Params) -> list[Row]:
-  """The rows of the table that this policy has parameters for."""
-  blocks = params['blocks']
+def _rows(config: ModelConfig, params: Params) -> list[Row]:
+  """The rows that this policy has parameters for, by its family's names."""
+  blocks, names = params['blocks'], FAMILIES[config.family].tensors
   return [
-      row
+      dataclasses.replace(row, hf=names.get(row.path[-1], row.hf))
       for row in ROWS
       if row.path[-1] in (blocks if row.path[0] == 'blocks' else params)
   ]

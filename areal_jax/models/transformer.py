@@ -7,15 +7,21 @@ them as they are. The functions below are pure and meant to be called inside of
 the caller's `jax.jit`, the config closed over.
 
 Three of them walk the same block: `hidden` over packed rows (training),
-`prefill` (keys and values of prompts) and `decode` (one token a slot from a
-paged cache). They differ only in the attention they hand to it, so that the
-engine's and the trainer's log-probabilities agree.
+`prefill` (keys and values of prompts, or of a next piece of them) and `decode`
+(one token a slot from a paged cache). They differ only in the attention they
+hand to it, so that the engine's and the trainer's log-probabilities agree.
+
+Layers may differ in whether they slide, that is see the last tokens alone, and
+in the base of their rotary embedding. What a layer needs of the two is taken by
+its number: as the program is traced where the loop is unrolled or all layers
+are alike, by a select in a scan over layers that are not.
 
 Left to others: sampling (`rollout/`), losses (`losses/`), files (`hf.py`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from typing import Any, Callable
@@ -27,11 +33,12 @@ import numpy as np
 
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import attention
-from areal_jax.models.config import ModelConfig
+from areal_jax.models.config import ModelConfig, RopeScaling
 
 Array = jax.Array
 Mesh = jax.sharding.Mesh
 Params = dict[str, Any]
+Rope = tuple[Array, Array]  # cosines and sines [M, 1, H / 2] float32
 
 # Logical axes of the cache [L, pages, page, K, H].
 CACHE_AXES = ('layer', 'pages', 'page', 'kv_heads', 'head')
@@ -49,6 +56,22 @@ _EMBEDDING_STD = 0.02
 Attend = Callable[
     [Array | int, Any, Array, Array, Array], tuple[Array, Any, Any]
 ]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+  """What is cached of B sequences, for `prefill` to go on from.
+
+  Attributes:
+    keys: [L, B, P, K, H] rotated, from position 0; as `prefill` returns.
+    values: [L, B, P, K, H].
+    lengths: [B] real tokens of each row, at most P.
+  """
+
+  keys: Array
+  values: Array
+  lengths: Array
 
 
 # The modules.
@@ -71,7 +94,8 @@ class Block(nnx.Module):
     def constant(value, shape, axes):
       return _constant(value, (c.layers, *shape), ('layer', *axes))
 
-    self.attention_norm = constant(1, (d,), ('norm',))
+    one = 0 if c.unit_offset else 1  # the weight of a norm that scales by 1
+    self.attention_norm = constant(one, (d,), ('norm',))
     self.query = matrix((d, n, h), ('embed', 'heads', 'head'), inside)
     self.key = matrix((d, k, h), ('embed', 'kv_heads', 'head'), inside)
     self.value = matrix((d, k, h), ('embed', 'kv_heads', 'head'), inside)
@@ -83,9 +107,12 @@ class Block(nnx.Module):
       self.key_bias = constant(0, (k, h), ('kv_heads', 'head'))
       self.value_bias = constant(0, (k, h), ('kv_heads', 'head'))
     if c.qk_norm:
-      self.query_norm = constant(1, (h,), ('norm',))
-      self.key_norm = constant(1, (h,), ('norm',))
-    self.mlp_norm = constant(1, (d,), ('norm',))
+      self.query_norm = constant(one, (h,), ('norm',))
+      self.key_norm = constant(one, (h,), ('norm',))
+    self.mlp_norm = constant(one, (d,), ('norm',))
+    if c.post_norms:
+      self.attention_post_norm = constant(one, (d,), ('norm',))
+      self.mlp_post_norm = constant(one, (d,), ('norm',))
     f = c.mlp_width
     self.gate = matrix((d, f), ('embed', 'mlp'), inside)
     self.up = matrix((d, f), ('embed', 'mlp'), inside)
@@ -94,7 +121,7 @@ class Block(nnx.Module):
   def __call__(
       self,
       x: Array,
-      rope: tuple[Array, Array],
+      rope: Rope,
       layer: Array | int,
       cache: Any,
       attend: Attend,
@@ -115,7 +142,7 @@ class Block(nnx.Module):
       [M, D], the cache, and what `attend` gave to collect.
     """
     c = self.config
-    h = _rms_norm(x, self.attention_norm, c.norm_eps)
+    h = _rms_norm(c, x, self.attention_norm)
     q = layout(_heads(h, self.query), 'tokens', 'heads', 'head')
     k = layout(_heads(h, self.key), 'tokens', 'kv_heads', 'head')
     v = layout(_heads(h, self.value), 'tokens', 'kv_heads', 'head')
@@ -124,20 +151,24 @@ class Block(nnx.Module):
       k = k + self.key_bias[...].astype(k.dtype)
       v = v + self.value_bias[...].astype(v.dtype)
     if c.qk_norm:
-      q = _rms_norm(q, self.query_norm, c.norm_eps)
-      k = _rms_norm(k, self.key_norm, c.norm_eps)
-    q = _rotate(q, rope, scale=1 / math.sqrt(c.head_size))
+      q = _rms_norm(c, q, self.query_norm)
+      k = _rms_norm(c, k, self.key_norm)
+    q = _rotate(q, rope, scale=1 / math.sqrt(c.query_scalar or c.head_size))
     k = _rotate(k, rope)
     mixed, cache, collected = attend(layer, cache, q, k, v)
     mixed = layout(mixed.astype(x.dtype), 'tokens', 'heads', 'head')
     mixed = mixed.reshape(len(x), -1)
-    x = x + mixed @ self.out[...].astype(x.dtype).reshape(-1, c.width)
-    x = layout(x, 'tokens', 'width')
-    h = _rms_norm(x, self.mlp_norm, c.norm_eps)
+    more = mixed @ self.out[...].astype(x.dtype).reshape(-1, c.width)
+    if c.post_norms:
+      more = _rms_norm(c, more, self.attention_post_norm)
+    x = layout(x + more, 'tokens', 'width')
+    h = _rms_norm(c, x, self.mlp_norm)
     gate = _ACTIVATIONS[c.activation](h @ self.gate[...].astype(h.dtype))
     h = layout(gate * (h @ self.up[...].astype(h.dtype)), 'tokens', 'mlp')
-    x = x + h @ self.down[...].astype(h.dtype)
-    return layout(x, 'tokens', 'width'), cache, collected
+    more = h @ self.down[...].astype(h.dtype)
+    if c.post_norms:
+      more = _rms_norm(c, more, self.mlp_post_norm)
+    return layout(x + more, 'tokens', 'width'), cache, collected
 
 
 class Transformer(nnx.Module):
@@ -148,7 +179,8 @@ class Transformer(nnx.Module):
     self.config = config
     self.embedding = _normal(rngs, (v, d), ('vocab', 'embed'), _EMBEDDING_STD)
     self.blocks = Block(config, rngs)
-    self.final_norm = _constant(1, (d,), ('norm',))
+    one = 0 if config.unit_offset else 1
+    self.final_norm = _constant(one, (d,), ('norm',))
     if not config.tied_embeddings:
       std = 1 / math.sqrt(d)
       self.unembedding = _normal(rngs, (d, v), ('embed', 'vocab'), std)
@@ -175,13 +207,17 @@ class Transformer(nnx.Module):
     """
     c = self.config
     x = self.embedding[...][ids].astype(c.compute_dtype)
+    if c.scaled_embeddings:
+      # The root is rounded too, as in transformers.
+      x = x * jnp.asarray(math.sqrt(c.width), x.dtype)
     x = layout(x, 'tokens', 'width')
-    rope = _rope_angles(c, positions)
+    ropes = _ropes(c, positions)
     one_layer, stacked = nnx.split(self.blocks)
 
     def step(carry, layer, weights):
       x, cache = carry
       block = nnx.merge(one_layer, weights)
+      rope = _of_layer(c, layer, *ropes)
       x, cache, collected = block(x, rope, layer, cache, attend, layout)
       return (x, cache), collected
 
@@ -208,7 +244,7 @@ class Transformer(nnx.Module):
     else:
       matrix = self.unembedding[...].astype(x.dtype)
     logits = jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
-    logits = layout(logits, 'tokens', 'vocab')
+    logits = attention.capped(layout(logits, 'tokens', 'vocab'), c.logit_cap)
     if c.padded_vocab_size > c.vocab_size:
       # Padded ids are never sampled and add nothing to a logsumexp.
       exists = jnp.arange(c.padded_vocab_size) < c.vocab_size
@@ -297,11 +333,16 @@ def hidden(
     [B, T, D] in `config.compute_dtype`, to be passed to `unembed`.
   """
   model, layout = _merged(config, params), _Layout(mesh, rules)
-  attend = _packed_attention(segment_ids, layout, collect=False)
+  # A sequence lies in one piece, so that places tell how far tokens are apart.
+  places = jnp.arange(ids.shape[1])
+  same = segment_ids[:, :, None] == segment_ids[:, None, :]
+  same &= (segment_ids != 0)[:, None, :]
+  masks = _masks(config, same, places, places)
+  attend = _row_attention(config, ids.shape, masks, layout)
   x, _, _ = model.walk(
       ids.reshape(-1), positions.reshape(-1), None, attend, layout
   )
-  x = _rms_norm(x, model.final_norm, config.norm_eps)
+  x = _rms_norm(config, x, model.final_norm)
   return x.reshape(*ids.shape, -1)
 
 
@@ -352,27 +393,45 @@ def prefill(
     params: Params,
     ids: Array,
     lengths: Array,
+    prefix: Prefix | None = None,
     *,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
 ) -> tuple[Array, Array]:
-  """Keys and values of whole sequences, for a cache; no logits.
+  """Keys and values of sequences, for a cache; no logits.
+
+  A long prompt may come in pieces: each is prefilled on top of the keys and
+  values of those before it.
 
   Args:
     config: of the policy.
     params: of the policy.
-    ids: [B, T] tokens from position 0, padded on the right.
+    ids: [B, T] tokens, padded on the right; from position 0, or from where the
+      prefix ends.
     lengths: [B] real tokens of each row; what stands beyond is finite noise.
+    prefix: what stands before them; None for nothing.
     mesh: where the parameters lie; None for one device.
     rules: how they lie there.
 
   Returns:
-    Keys and values [L, B, T, K, H] in `config.compute_dtype`, keys rotated.
+    Keys and values [L, B, T, K, H] of these tokens in `config.compute_dtype`,
+    keys rotated.
   """
   model, layout = _merged(config, params), _Layout(mesh, rules)
-  positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-  real = (positions < lengths[:, None]).astype(jnp.int32)
-  attend = _packed_attention(real, layout, collect=True)
+  places = jnp.arange(ids.shape[1])
+  positions = jnp.broadcast_to(places, ids.shape)
+  real = positions < lengths[:, None]
+  seen = positions
+  if prefix is not None:
+    before = jnp.arange(prefix.keys.shape[2])
+    before = jnp.broadcast_to(before, (len(ids), len(before)))
+    positions = positions + prefix.lengths[:, None]
+    real = jnp.concatenate([before < prefix.lengths[:, None], real], 1)
+    seen = jnp.concatenate([before, positions], 1)
+  masks = _masks(config, real[:, None], positions[:, :, None], seen[:, None, :])
+  attend = _row_attention(
+      config, ids.shape, masks, layout, prefix=prefix, collect=True
+  )
   _, _, collected = model.walk(
       ids.reshape(-1), positions.reshape(-1), None, attend, layout
   )
@@ -427,12 +486,19 @@ def decode(
     values = values.at[at].set(v.astype(values.dtype), mode='drop')
     keys, values = layout(keys, *CACHE_AXES), layout(values, *CACHE_AXES)
     mixed = attention.attend_paged(
-        q, keys, values, layer, page_table, positions
+        q,
+        keys,
+        values,
+        layer,
+        page_table,
+        positions,
+        window=_of_layer(config, layer, None, config.sliding_window),
+        cap=config.attention_cap,
     )
     return mixed, (keys, values), None
 
   x, cache, _ = model.walk(ids, positions, (keys, values), attend, layout)
-  x = _rms_norm(x, model.final_norm, config.norm_eps)
+  x = _rms_norm(config, x, model.final_norm)
   return model.unembed(x, layout), *cache
 
 
@@ -456,25 +522,76 @@ class _Layout:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _packed_attention(
-    segment_ids: Array, layout: _Layout, *, collect: bool
+def _of_layer(
+    config: ModelConfig, layer: Array | int, full: Any, sliding: Any
+) -> Any:
+  """The one of two that a layer needs, by whether it slides."""
+  slides = [n in config.sliding_layers for n in range(config.layers)]
+  if full is sliding:
+    return full
+  if len(set(slides)) == 1:
+    return sliding if slides[0] else full
+  if isinstance(layer, int):
+    return sliding if slides[layer] else full
+  if full is None:  # a window that leaves nothing out
+    full = jnp.iinfo(jnp.int32).max
+  chosen = jnp.asarray(slides)[layer]
+  return jax.tree.map(lambda f, s: jnp.where(chosen, s, f), full, sliding)
+
+
+def _masks(
+    config: ModelConfig, real: Array, queries: Array, keys: Array
+) -> tuple[Array, Array | None]:
+  """What queries may see in layers that are full, and in those that slide.
+
+  Args:
+    config: of the policy.
+    real: [B, 1 or T, C] keys that a query may see if they are not ahead of it.
+    queries: [T] or [B, T, 1] where they are.
+    keys: [C] or [B, 1, C] where they are.
+
+  Returns:
+    [B, T, C] bool twice; None for the second where no layer slides.
+  """
+  if queries.ndim == 1:
+    queries, keys = queries[:, None], keys[None]
+  full = real & (keys <= queries)
+  if not config.sliding_layers:
+    return full, None
+  return full, full & (keys > queries - config.sliding_window)
+
+
+def _row_attention(
+    config: ModelConfig,
+    shape: tuple[int, ...],
+    masks: tuple[Array, Array | None],
+    layout: _Layout,
+    *,
+    prefix: Prefix | None = None,
+    collect: bool = False,
 ) -> Attend:
-  """Causal attention within the segments of rows [B, T]."""
-  b, t = segment_ids.shape
-  same = segment_ids[:, :, None] == segment_ids[:, None, :]
-  mask = same & (segment_ids != 0)[:, None, :] & jnp.tri(t, dtype=bool)
+  """Attention of rows of this shape [B, T] to themselves and to a prefix."""
+  b, t = shape
 
   def attend(layer, cache, q, k, v):
-    del layer
     q, k, v = (x.reshape(b, t, *x.shape[1:]) for x in (q, k, v))
     q = layout(q, 'batch', 'time', 'heads', 'head')
     k = layout(k, 'batch', 'time', 'kv_heads', 'head')
     v = layout(v, 'batch', 'time', 'kv_heads', 'head')
+    own = (k, v) if collect else None
+    if prefix is not None:
+      k = jnp.concatenate([prefix.keys[layer], k], 1)
+      v = jnp.concatenate([prefix.values[layer], v], 1)
     mixed = attention.attend(
-        q, k, v, mask, platform=layout.platform, shards=layout.head_shards
+        q,
+        k,
+        v,
+        _of_layer(config, layer, *masks),
+        cap=config.attention_cap,
+        platform=layout.platform,
+        shards=layout.head_shards,
     )
-    mixed = mixed.reshape(b * t, *mixed.shape[2:])
-    return mixed, cache, (k, v) if collect else None
+    return mixed.reshape(b * t, *mixed.shape[2:]), cache, own
 
   return attend
 
@@ -505,39 +622,105 @@ def _heads(x: Array, matrix: nnx.Param) -> Array:
   return (x @ matrix.reshape(len(matrix), -1)).reshape(-1, *matrix.shape[1:])
 
 
-def _rms_norm(x: Array, scale: nnx.Param, eps: float) -> Array:
-  """x / sqrt(mean(x²) + eps) · scale over the last axis, in float32."""
+def _rms_norm(config: ModelConfig, x: Array, weight: nnx.Param) -> Array:
+  """x / sqrt(mean(x²) + eps) · scale over the last axis, in float32.
+
+  The scale is the weight, or 1 + weight in families with `unit_offset`.
+  """
   wide = x.astype(jnp.float32)
+  scale = weight[...].astype(jnp.float32)
+  if config.unit_offset:
+    scale = 1 + scale
   power = jnp.mean(jnp.square(wide), -1, keepdims=True)
-  wide = wide * jax.lax.rsqrt(power + eps) * scale[...].astype(jnp.float32)
+  wide = wide * jax.lax.rsqrt(power + config.norm_eps) * scale
   return wide.astype(x.dtype)
 
 
-def _rope_angles(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
+def _ropes(config: ModelConfig, positions: Array) -> tuple[Rope, Rope]:
+  """The rotations of full layers and of sliding ones at positions [M]."""
+  full = rope(config, positions)
+  if not (config.sliding_layers and config.sliding_rope_theta):
+    return full, full
+  own = dataclasses.replace(
+      config, rope_theta=config.sliding_rope_theta, rope_scaling=RopeScaling()
+  )
+  return full, rope(own, positions)
+
+
+def rope(config: ModelConfig, positions: Array) -> Rope:
   """Cosines and sines [M, 1, H / 2] float32 of positions [M]."""
-  angles = positions[:, None, None] * jnp.asarray(rope_frequencies(config))
-  return jnp.cos(angles), jnp.sin(angles)
+  frequencies = jnp.asarray(rope_frequencies(config))
+  scaling, positions = config.rope_scaling, positions[:, None, None]
+  if scaling.kind == 'dynamic':
+    frequencies = frequencies * _dynamic_stretch(config, positions)
+  angles = positions * frequencies
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  if scaling.amplitude != 1:
+    cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
+  return cos, sin
+
+
+def _dynamic_stretch(config: ModelConfig, positions: Array) -> Array:
+  """What frequencies are multiplied by at positions [M, 1, 1].
+
+  A base that is r^(H / (H - 2)) times as large makes frequency i of H / 2
+  r^(-2i / (H - 2)) times as large. r = f n / N - (f - 1) for n > N tokens, with
+  N those trained on and f the factor; a position p has n = p + 1.
+  """
+  scaling, h = config.rope_scaling, config.head_size
+  trained = scaling.original_max_length
+  beyond = jnp.maximum(positions + 1 - trained, 0)
+  growth = 1 + scaling.factor * beyond.astype(jnp.float32) / trained
+  return growth ** (-jnp.arange(0, h, 2) / (h - 2))
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
   """Radians a token, [H / 2] float32: theta^(-2i / H), scaled if set.
 
-  See https://arxiv.org/abs/2104.09864, and for the scaling
-  `apply_scaling` in https://github.com/meta-llama/llama-models.
+  For 'dynamic' those of sequences no longer than trained on. See
+  https://arxiv.org/abs/2104.09864, for the scalings
+  `modeling_rope_utils.py` of https://github.com/huggingface/transformers.
   """
   halves = np.arange(0, config.head_size, 2) / config.head_size
   frequencies = config.rope_theta**-halves
   rope = config.rope_scaling
-  if rope.kind == 'llama3':
-    # How many times a wave fits in the context that was trained on.
-    turns = rope.original_max_length * frequencies / (2 * np.pi)
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+  if rope.kind == 'linear':
+    frequencies /= rope.factor
+  if rope.kind in ('yarn', 'llama3'):
+    kept = (_kept_by_yarn if rope.kind == 'yarn' else _kept_by_llama3)(config)
     frequencies *= kept + (1 - kept) / rope.factor
   return frequencies.astype(np.float32)
 
 
-def _rotate(x: Array, rope: tuple[Array, Array], scale: float = 1.0) -> Array:
+def _kept_by_llama3(config: ModelConfig) -> np.ndarray:
+  """The share of each frequency that stays, by the turns that it makes."""
+  rope = config.rope_scaling
+  halves = np.arange(0, config.head_size, 2) / config.head_size
+  # How many times a wave fits in the context that was trained on.
+  turns = rope.original_max_length * config.rope_theta**-halves / (2 * np.pi)
+  low, high = rope.low_freq_factor, rope.high_freq_factor
+  return np.clip((turns - low) / (high - low), 0, 1)
+
+
+def _kept_by_yarn(config: ModelConfig) -> np.ndarray:
+  """The share of each frequency that stays, by its number."""
+  rope, h = config.rope_scaling, config.head_size
+
+  def number(turns):
+    """That of the frequency with so many turns in the context trained on."""
+    wave = rope.original_max_length / (turns * 2 * np.pi)
+    return h * math.log(wave) / (2 * math.log(config.rope_theta))
+
+  first, last = number(rope.beta_fast), number(rope.beta_slow)
+  if rope.truncate:
+    first, last = math.floor(first), math.ceil(last)
+  first, last = max(first, 0), min(last, h - 1)
+  if first == last:
+    last += 0.001  # a step, and no division by 0
+  return 1 - np.clip((np.arange(h // 2) - first) / (last - first), 0, 1)
+
+
+def _rotate(x: Array, rope: Rope, scale: float = 1.0) -> Array:
   """Rotates the pairs (i, i + H / 2) of [M, heads, H], in float32."""
   cos, sin = rope
   first, second = jnp.split(x.astype(jnp.float32), 2, -1)

@@ -1,6 +1,5 @@
 """Settings of the policy and what they read from, and write to, config.json."""
 
-import dataclasses
 import json
 
 import pytest
@@ -36,9 +35,33 @@ LLAMA3 = {
     'changes, message',
     [
         (dict(layers=0), 'config.layers is 0, wanted at least 1'),
+        (dict(family='gpt2'), r"family is 'gpt2', wanted one of \['llama', "),
         (dict(heads=6, kv_heads=4), 'is 4, wanted a divisor of heads=6'),
         (dict(head_size=7), 'head_size is 7, wanted even'),
         (dict(vocab_multiple=0), 'vocab_multiple is 0'),
+        (dict(attention_cap=-1.0), 'attention_cap is -1.0, wanted at least 0'),
+        (
+            dict(sliding_window=4, sliding_layers=(2,)),
+            r'sliding_layers is \(2,\), wanted numbers .* below layers=2',
+        ),
+        (
+            dict(sliding_window=4, sliding_layers=(1, 0)),
+            r'sliding_layers is \(1, 0\), wanted numbers of layers, ascending',
+        ),
+        (dict(sliding_layers=(1,)), 'sliding_window is 0, wanted at least 1'),
+        (dict(sliding_window=4), 'sliding_window is 4, wanted 0, for no layer'),
+        (
+            dict(rope_theta=1.0, rope_scaling=RopeScaling('yarn', 4.0)),
+            'rope_theta is 1.0, wanted above 1 for yarn',
+        ),
+        (
+            dict(head_size=2, rope_scaling=RopeScaling('dynamic', 4.0)),
+            'head_size is 2, wanted above 2',
+        ),
+        (
+            dict(rope_scaling=RopeScaling('yarn', beta_slow=33.0)),
+            'beta_fast is 32.0, wanted at least beta_slow=33.0',
+        ),
         (dict(layer_loop='loop'), "layer_loop is 'loop', wanted one of"),
         (dict(rope_scaling=RopeScaling('llama3', 0.5)), 'factor is 0.5'),
         (
@@ -70,6 +93,82 @@ def test_what_a_file_leaves_unsaid_is_what_its_family_assumes():
   assert (qwen2.head_size, qwen2.kv_heads, qwen2.qkv_bias) == (32, 32, True)
   qwen3 = config_from_hf({**LLAMA, **heads, 'model_type': 'qwen3'})
   assert (qwen3.head_size, qwen3.qk_norm, qwen3.qkv_bias) == (128, True, False)
+  mistral = config_from_hf({**LLAMA, **heads, 'model_type': 'mistral'})
+  assert (mistral.kv_heads, mistral.max_length) == (8, 131_072)
+  assert (mistral.sliding_window, mistral.sliding_layers) == (4096, (0, 1, 2))
+  gemma2 = config_from_hf({**LLAMA, 'model_type': 'gemma2'})
+  assert (gemma2.head_size, gemma2.query_scalar) == (256, 256.0)
+  assert (gemma2.attention_cap, gemma2.logit_cap) == (50.0, 30.0)
+  assert gemma2.activation == 'gelu_tanh' and gemma2.tied_embeddings
+  assert (gemma2.sliding_window, gemma2.sliding_layers) == (4096, (0, 2))
+  deep = {'model_type': 'gemma3_text', 'num_hidden_layers': 7}
+  gemma3 = config_from_hf({**LLAMA, **deep})
+  assert gemma3.sliding_layers == (0, 1, 2, 3, 4, 6)
+  assert (gemma3.rope_theta, gemma3.sliding_rope_theta) == (1e6, 1e4)
+  assert (gemma3.attention_cap, gemma3.logit_cap) == (0, 0)
+
+
+def test_null_is_a_word_of_its_own_where_there_may_be_none():
+  mistral = {**LLAMA, 'model_type': 'mistral', 'num_key_value_heads': 4}
+  assert (
+      config_from_hf({**mistral, 'sliding_window': None}).sliding_layers == ()
+  )
+  gemma2 = {**LLAMA, 'model_type': 'gemma2'}
+  uncapped = config_from_hf({**gemma2, 'attn_logit_softcapping': None})
+  assert (uncapped.attention_cap, uncapped.logit_cap) == (0, 30.0)
+
+
+def test_qwen_slides_its_late_layers_if_the_file_says_so():
+  qwen = {**LLAMA, 'model_type': 'qwen2', 'num_key_value_heads': 4}
+  window = {'sliding_window': 8, 'max_window_layers': 1}
+  off = config_from_hf({**qwen, **window})
+  assert (off.sliding_window, off.sliding_layers) == (0, ())
+  on = config_from_hf({**qwen, **window, 'use_sliding_window': True})
+  assert (on.sliding_window, on.sliding_layers) == (8, (1, 2))
+
+
+def test_layer_types_say_more_than_the_rule_of_the_family():
+  kinds = ['full_attention', 'sliding_attention', 'full_attention']
+  gemma = config_from_hf(
+      {**LLAMA, 'model_type': 'gemma2', 'layer_types': kinds}
+  )
+  assert gemma.sliding_layers == (1,)
+
+
+def test_sliding_layers_of_gemma_3_have_a_base_of_their_own():
+  gemma = {**LLAMA, 'model_type': 'gemma3_text'}
+  linear = {'rope_type': 'linear', 'factor': 8.0}
+  old = config_from_hf(
+      {**gemma, 'rope_local_base_freq': 5e3, 'rope_scaling': linear}
+  )
+  new = config_from_hf(
+      {
+          **gemma,
+          'rope_parameters': {
+              'full_attention': {**linear, 'rope_theta': 1e6},
+              'sliding_attention': {'rope_type': 'default', 'rope_theta': 5e3},
+          },
+      }
+  )
+  assert old == new
+  assert (old.rope_theta, old.sliding_rope_theta) == (1e6, 5e3)
+  assert old.rope_scaling == RopeScaling('linear', 8.0)
+
+
+def test_scalings_are_read_with_what_they_leave_unsaid():
+  length = {'max_position_embeddings': 256}
+  read = lambda **rope: config_from_hf(
+      {**LLAMA, **length, 'rope_scaling': rope}
+  )
+  yarn = read(type='yarn', original_max_position_embeddings=64)
+  assert yarn.rope_scaling == RopeScaling('yarn', 4.0, original_max_length=64)
+  assert yarn.max_length == 256
+  # There `max_position_embeddings` is what was trained on.
+  dynamic = read(rope_type='dynamic', factor=4.0)
+  assert dynamic.rope_scaling == RopeScaling(
+      'dynamic', 4.0, original_max_length=256
+  )
+  assert dynamic.max_length == 1024
 
 
 def test_rope_is_read_in_both_spellings():
@@ -85,15 +184,33 @@ def test_rope_is_read_in_both_spellings():
 @pytest.mark.parametrize(
     'changes, message',
     [
-        ({'model_type': 'gemma2'}, r"is 'gemma2', .*'llama', 'qwen2'"),
+        (
+            {'model_type': 'gpt2'},
+            r"is 'gpt2', .*'llama', 'qwen2', 'qwen3', 'mistral', 'gemma2'",
+        ),
         ({'model_type': None}, 'model_type is None'),
         ({'vocab_size': None}, 'vocab_size is missing'),
         ({'hidden_act': 'relu'}, "hidden_act is 'relu'"),
         ({'attention_bias': True}, 'attention_bias is True'),
         ({'mlp_bias': True}, 'mlp_bias is True'),
         (
-            {'rope_scaling': {'type': 'yarn', 'factor': 4.0}},
-            r"rope_scaling.rope_type is 'yarn', .*'default', 'llama3'",
+            {'rope_scaling': {'type': 'longrope', 'factor': 4.0}},
+            r"rope_scaling.rope_type is 'longrope', .*'default', 'linear'",
+        ),
+        (
+            {'rope_scaling': {'type': 'linear'}},
+            'rope_scaling.factor is missing',
+        ),
+        (
+            {
+                'model_type': 'gemma3_text',
+                'rope_parameters': {'sliding_attention': {'rope_type': 'yarn'}},
+            },
+            r"sliding_attention.rope_type is 'yarn', wanted 'default'",
+        ),
+        (
+            {'model_type': 'gemma2', 'use_bidirectional_attention': True},
+            'use_bidirectional_attention is True, wanted false',
         ),
         (
             {'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}},
@@ -104,13 +221,20 @@ def test_rope_is_read_in_both_spellings():
             {
                 'use_sliding_window': True,
                 'sliding_window': 8,
-                'max_window_layers': 2,
             },
-            'sliding_window is 8, wanted none in use: max_window_layers=2',
+            'use_sliding_window is True, wanted false for llama',
         ),
         (
             {'layer_types': ['full_attention', 'sliding_attention']},
-            r"layer_types is \['sliding_attention'\]",
+            r"layer_types is \['sliding_attention'\], wanted a list of 3",
+        ),
+        (
+            {'model_type': 'qwen2', 'layer_types': ['sliding_attention'] * 3},
+            r'sliding_window is None, .* for layers \[0, 1, 2\] slide',
+        ),
+        (
+            {'model_type': 'gemma2', 'layer_types': ['sliding_attention']},
+            r"layer_types is \['sliding_attention'\], wanted a list of 3",
         ),
         ({'num_key_value_heads': 3}, 'kv_heads is 3, wanted a divisor'),
     ],
@@ -163,11 +287,20 @@ def test_what_the_model_lacks_is_refused_by_name(changes, message):
         ({'layer_types': 'full_attention'}, "layer_types is 'full_attention'"),
         (
             {
+                'model_type': 'qwen2',
                 'use_sliding_window': True,
                 'sliding_window': 8,
                 'max_window_layers': '2',
             },
             "max_window_layers is '2', wanted a whole number",
+        ),
+        (
+            {'model_type': 'mistral', 'sliding_window': 0},
+            'sliding_window is 0, wanted a whole number of at least 1',
+        ),
+        (
+            {'model_type': 'gemma2', 'attn_logit_softcapping': 'high'},
+            "attn_logit_softcapping is 'high', wanted a finite number",
         ),
     ],
 )
@@ -199,11 +332,6 @@ def test_infinity_is_refused_by_name(changes, message):
     'changes',
     [
         {'use_sliding_window': False, 'sliding_window': 8},
-        {
-            'use_sliding_window': True,
-            'sliding_window': 8,
-            'max_window_layers': 3,
-        },
         {'layer_types': ['full_attention'] * 3},
         {'rope_scaling': {'rope_type': 'default'}},
         {'rope_parameters': {'rope_type': 'default', 'rope_theta': 10_000.0}},
@@ -214,25 +342,97 @@ def test_what_is_named_but_not_used_is_accepted(changes):
   assert config_from_hf({**LLAMA, **changes}) == config_from_hf(LLAMA)
 
 
-@pytest.mark.parametrize('name', FAMILIES)
-@pytest.mark.parametrize('scaling', [RopeScaling(), RopeScaling('llama3', 8.0)])
-def test_settings_survive_the_way_to_config_json_and_back(name, scaling):
+# Each with a number that is no default.
+SCALINGS = [
+    RopeScaling(),
+    RopeScaling('llama3', 8.0),
+    RopeScaling('linear', 3.0),
+    RopeScaling('dynamic', 3.0, original_max_length=100),
+    RopeScaling(
+        'yarn', 3.0, beta_fast=16.0, mscale=0.5, original_max_length=100,
+        truncate=False,
+    ),
+]  # fmt: skip
+
+
+def of_family(name, **changes):
+  """A policy of the family, with every setting that it may have."""
   family = FAMILIES[name]
-  config = ModelConfig(
+  settings = dict(
+      family=name,
+      layers=3,
       kv_heads=2,
       activation='gelu_tanh',
       tied_embeddings=False,
-      rope_scaling=scaling,
-      qkv_bias=family.qkv_bias,
-      qk_norm=family.qk_norm,
+      **family.settings,
   )
-  written = json.loads(json.dumps(config_to_hf(config)))
+  if family.slides is not None:
+    slide = family.slides({**family.defaults, 'max_window_layers': 1}, 3, '')
+    settings.update(sliding_window=8, sliding_layers=tuple(slide))
+  for theirs, ours in {
+      'query_pre_attn_scalar': 'query_scalar',
+      'attn_logit_softcapping': 'attention_cap',
+      'final_logit_softcapping': 'logit_cap',
+      'rope_local_base_freq': 'sliding_rope_theta',
+  }.items():
+    if theirs in family.defaults:
+      settings[ours] = 7.0
+  return ModelConfig(**{**settings, **changes})
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+@pytest.mark.parametrize('scaling', SCALINGS, ids=lambda s: s.kind)
+def test_settings_survive_the_way_to_config_json_and_back(name, scaling):
+  config = of_family(name, rope_scaling=scaling)
+  if scaling.kind == 'dynamic':
+    config.max_length = 300
+  written = json.loads(json.dumps(config_to_hf(resolve(config))))
   assert written['model_type'] == name
-  assert written['architectures'] == [family.architecture]
+  assert written['architectures'] == [FAMILIES[name].architecture]
   assert config_from_hf(written) == config
 
 
-def test_settings_of_no_family_cannot_be_written():
-  config = dataclasses.replace(ModelConfig(), qkv_bias=True, qk_norm=True)
-  with pytest.raises(ConfigError, match=r'\(True, True\), which no family has'):
-    config_to_hf(config)
+def test_a_policy_without_windows_or_caps_survives_too():
+  config = of_family(
+      'gemma2', sliding_window=0, sliding_layers=(), logit_cap=0.0
+  )
+  assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_a_scalar_that_is_unset_is_written_as_the_head_size():
+  written = config_to_hf(of_family('gemma2', query_scalar=0.0))
+  assert written['query_pre_attn_scalar'] == written['head_dim'] == 24
+
+
+@pytest.mark.parametrize(
+    'name, changes, message',
+    [
+        (
+            'llama',
+            dict(qk_norm=True),
+            "qk_norm is True, wanted False in family 'llama'",
+        ),
+        ('qwen3', dict(qk_norm=False), 'qk_norm is False, wanted True in'),
+        ('mistral', dict(logit_cap=3.0), 'logit_cap is 3.0, wanted 0.0 in'),
+        (
+            'mistral',
+            dict(sliding_layers=(1,)),
+            r'sliding_layers is \(1,\), wanted \(0, 1, 2\) in family',
+        ),
+        (
+            'llama',
+            dict(sliding_layers=(1,)),
+            r'sliding_layers is \(1,\), wanted \(\) in family',
+        ),
+        (
+            'gemma2',
+            dict(sliding_rope_theta=5.0),
+            'sliding_rope_theta is 5.0, wanted 0.0 in',
+        ),
+    ],
+)
+def test_settings_that_the_family_has_not_cannot_be_written(
+    name, changes, message
+):
+  with pytest.raises(ConfigError, match=message):
+    config_to_hf(of_family(name, **changes))

@@ -114,8 +114,8 @@ def make(folder, **changes):
     [
         ('llama', {}),
         ('llama', dict(tied_embeddings=False, kv_heads=4, head_size=16)),
-        ('qwen2', dict(qkv_bias=True)),
-        ('qwen3', dict(qk_norm=True, head_size=16)),
+        ('qwen2', dict(family='qwen2', qkv_bias=True)),
+        ('qwen3', dict(family='qwen3', qk_norm=True, head_size=16)),
     ],
 )
 def test_a_file_gives_back_what_it_was_made_from(tmp_path, arch, changes):

@@ -15,7 +15,7 @@ from safetensors import numpy as st
 from areal_jax.config import ConfigError, resolve
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import hf, transformer
-from areal_jax.models.config import ModelConfig
+from areal_jax.models.config import FAMILIES, ModelConfig
 from areal_jax.models.hf import load_hf, save_hf
 from tests import tiny
 
@@ -30,6 +30,7 @@ def make_config(**changes):
       head_size=4,
       mlp_width=12,
       tied_embeddings=False,
+      family='qwen2',
       qkv_bias=True,
   )
   return ModelConfig(**{**settings, **changes})
@@ -66,8 +67,15 @@ def change(folder, edit):
     'changes',
     [
         dict(),
-        dict(qkv_bias=False, tied_embeddings=True),
-        dict(qkv_bias=False, qk_norm=True),
+        dict(family='llama', qkv_bias=False, tied_embeddings=True),
+        dict(family='qwen3', qkv_bias=False, qk_norm=True),
+        dict(family='mistral', qkv_bias=False),
+        dict(
+            family='gemma2',
+            qkv_bias=False,
+            query_scalar=4.0,
+            **FAMILIES['gemma2'].settings,
+        ),
     ],
 )
 def test_a_checkpoint_survives_export_and_import(tmp_path, changes):

@@ -1,5 +1,6 @@
 """The three walks of the block agree with a plain one and with each other."""
 
+import dataclasses
 import functools
 import operator
 
@@ -54,12 +55,35 @@ INITIAL = ModelConfig(
 )
 
 
+def make_mixed(**changes):
+  """Every setting at once that some family has; the layers are not alike."""
+  settings = dict(
+      activation='gelu_tanh',
+      qkv_bias=False,
+      post_norms=True,
+      unit_offset=True,
+      scaled_embeddings=True,
+      query_scalar=5.0,
+      attention_cap=2.0,
+      logit_cap=3.0,
+      sliding_window=5,
+      sliding_layers=(1,),
+      sliding_rope_theta=100.0,
+      rope_theta=1e4,
+      rope_scaling=RopeScaling('yarn', 4.0, original_max_length=64),
+      vocab_size=40,
+      layers=3,
+  )
+  return make_config(**{**settings, **changes})
+
+
 def make_params(config):
   """Noise on every parameter: a forgotten norm or bias must show."""
   rng = np.random.default_rng(1)
+  one = 0.0 if config.unit_offset else 1.0
 
   def draw(path, like):
-    middle = 1.0 if 'norm' in jax.tree_util.keystr(path) else 0.0
+    middle = one if 'norm' in jax.tree_util.keystr(path) else 0.0
     return (middle + 0.2 * rng.normal(size=like.shape)).astype('f')
 
   return jax.tree.map_with_path(draw, transformer.abstract_params(config))
@@ -121,36 +145,61 @@ def pad(array, more, value=0):
 
 
 def plain_logits(config, params, ids):
-  """A Llama written out in float64, a head and a query at a time."""
+  """The policy written out in float64, a head and a query at a time."""
+  c = config
   p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-  norm = lambda x, w: x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * w
-  angles = np.arange(len(ids))[:, None] * 10_000 ** (-np.arange(0, 8, 2) / 8)
+  cap = lambda x, most: most * np.tanh(x / most) if most else x
 
-  def rotate(x):
-    a, b = x[:, :4], x[:, 4:]
-    cos, sin = np.cos(angles), np.sin(angles)
+  def norm(x, w):
+    scale = 1 + w if c.unit_offset else w
+    return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + c.norm_eps) * scale
+
+  def activate(x):
+    if c.activation == 'silu':
+      return x / (1 + np.exp(-x))
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+  def rotate(x, slides):
+    frequencies, stretch = transformer.rope_frequencies(c), 1.0
+    if c.rope_scaling.kind == 'yarn':
+      stretch = 0.1 * np.log(c.rope_scaling.factor) + 1
+    if slides and c.sliding_rope_theta:
+      halves = np.arange(0, c.head_size, 2) / c.head_size
+      frequencies, stretch = c.sliding_rope_theta**-halves, 1.0
+    angles = np.arange(len(ids))[:, None] * frequencies
+    cos, sin = stretch * np.cos(angles), stretch * np.sin(angles)
+    a, b = np.split(x, 2, 1)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], 1)
 
   x = p['embedding'][ids]
-  for layer in range(config.layers):
+  if c.scaled_embeddings:
+    x = x * np.sqrt(c.width)
+  for layer in range(c.layers):
     w = jax.tree.map(operator.itemgetter(layer), p['blocks'])
-    h = norm(x, w['attention_norm'])
-    for head in range(config.heads):
+    slides = layer in c.sliding_layers
+    h, more = norm(x, w['attention_norm']), np.zeros_like(x)
+    for head in range(c.heads):
       shared = head // 2
-      q = h @ w['query'][:, head] + w['query_bias'][head]
-      k = h @ w['key'][:, shared] + w['key_bias'][shared]
-      v = h @ w['value'][:, shared] + w['value_bias'][shared]
-      q = rotate(norm(q, w['query_norm']))
-      k = rotate(norm(k, w['key_norm']))
+      q, k, v = h @ w['query'][:, head], *(
+          h @ w[name][:, shared] for name in ('key', 'value')
+      )
+      if c.qkv_bias:
+        q = q + w['query_bias'][head]
+        k, v = k + w['key_bias'][shared], v + w['value_bias'][shared]
+      q = rotate(norm(q, w['query_norm']), slides)
+      k = rotate(norm(k, w['key_norm']), slides)
       for t in range(len(ids)):
-        scores = k[: t + 1] @ q[t] / np.sqrt(8)
+        first = max(0, t + 1 - c.sliding_window) if slides else 0
+        scores = k[first : t + 1] @ q[t] / np.sqrt(c.query_scalar or 8)
+        scores = cap(scores, c.attention_cap)
         weights = np.exp(scores - scores.max())
-        mixed = weights / weights.sum() @ v[: t + 1]
-        x[t] = x[t] + mixed @ w['out'][head]
+        mixed = weights / weights.sum() @ v[first : t + 1]
+        more[t] += mixed @ w['out'][head]
+    x = x + (norm(more, w['attention_post_norm']) if c.post_norms else more)
     h = norm(x, w['mlp_norm'])
-    gate = h @ w['gate']
-    x = x + (gate / (1 + np.exp(-gate)) * (h @ w['up'])) @ w['down']
-  return norm(x, p['final_norm']) @ p['unembedding']
+    more = (activate(h @ w['gate']) * (h @ w['up'])) @ w['down']
+    x = x + (norm(more, w['mlp_post_norm']) if c.post_norms else more)
+  return cap(norm(x, p['final_norm']) @ p['unembedding'], c.logit_cap)
 
 
 @pytest.fixture(scope='module')
@@ -185,6 +234,17 @@ def decoded(config, params):
 
 
 @pytest.fixture(scope='module')
+def mixed_params():
+  return make_params(make_mixed())
+
+
+@pytest.fixture(scope='module')
+def mixed(mixed_params):
+  """Logits and gradient of `make_mixed` with its layers unrolled."""
+  return run(make_mixed(), mixed_params)
+
+
+@pytest.fixture(scope='module')
 def initial():
   """Initial parameters as on one device."""
   return transformer.init_params(INITIAL, 0, None, None)
@@ -204,6 +264,105 @@ def test_packed_sequences_have_the_logits_that_each_has_alone(
   for row, start, stop in ((0, 0, 5), (0, 5, 11), (1, 0, 12)):
     alone = plain_logits(config, params, IDS[row, start:stop])
     np.testing.assert_allclose(logits[row, start:stop], alone, atol=1e-5)
+
+
+def test_all_settings_of_the_families_together_equal_the_plain_version(
+    mixed, mixed_params
+):
+  config = make_mixed()
+  for row, start, stop in ((0, 0, 5), (0, 5, 11), (1, 0, 12)):
+    alone = plain_logits(config, mixed_params, IDS[row, start:stop])
+    np.testing.assert_allclose(mixed[0][row, start:stop], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    'name, value',
+    [
+        ('activation', 'silu'),
+        ('post_norms', False),
+        ('unit_offset', False),
+        ('scaled_embeddings', False),
+        ('query_scalar', 8.0),
+        ('attention_cap', 3.0),
+        ('logit_cap', 0.0),
+        ('sliding_window', 6),
+        ('sliding_layers', (2,)),
+        ('sliding_rope_theta', 0.0),
+        ('rope_scaling', RopeScaling()),
+    ],
+)
+def test_each_of_those_settings_left_out_would_be_seen(
+    name, value, mixed, mixed_params
+):
+  config = make_mixed(**{name: value})
+  wrong = plain_logits(config, mixed_params, IDS[1])
+  assert np.abs(wrong - mixed[0][1]).max() > 1e-3
+
+
+def test_scanned_layers_that_differ_equal_unrolled_ones(mixed, mixed_params):
+  logits, gradient = run(make_mixed(layer_loop='scan'), mixed_params)
+  np.testing.assert_allclose(logits, mixed[0], atol=5e-6)
+  assert_trees_close(gradient, mixed[1], 1e-5)
+
+
+# A number of pages that holds the window, and one that does not need to.
+@pytest.mark.parametrize('window', [2, 5])
+@pytest.mark.parametrize('loop', ['unroll', 'scan'])
+def test_decode_of_layers_that_differ_equals_forward(
+    loop, window, mixed, mixed_params
+):
+  config = make_mixed(layer_loop=loop, sliding_window=window)
+  ((got, _, _),) = run_decode(config, mixed_params, PERMUTED)
+  wanted = plain_logits(config, mixed_params, IDS[1])
+  np.testing.assert_allclose(got[0], wanted[PROMPT:], atol=1e-5)
+  wanted = plain_logits(config, mixed_params, IDS[0, :5])
+  np.testing.assert_allclose(got[1, :3], wanted[PROMPT:], atol=1e-5)
+
+
+@pytest.mark.parametrize('loop', ['unroll', 'scan'])
+def test_a_prompt_in_pieces_has_the_cache_that_it_has_whole(loop, mixed_params):
+  # Rows of unlike lengths, in pieces of unlike lengths: 4 + 8 and 3 + 2.
+  config = make_mixed(layer_loop=loop)
+  first, rest = np.array([4, 3]), np.array([8, 2])
+  rows = IDS[[1, 0]]
+  pieces = np.zeros((2, 8), np.int32)
+  for row, start, length in zip(range(2), first, rest):
+    pieces[row, :length] = rows[row, start : start + length]
+
+  @jax.jit
+  def program(params):
+    whole = transformer.prefill(config, params, rows, first + rest)
+    begun = transformer.prefill(config, params, rows[:, :4], first)
+    prefix = transformer.Prefix(*begun, first)
+    return (
+        whole,
+        begun,
+        transformer.prefill(config, params, pieces, rest, prefix),
+    )
+
+  for whole, begun, ended in zip(*program(mixed_params)):
+    for row, start, length in zip(range(2), first, rest):
+      wanted = whole[:, row, : start + length]
+      got = np.concatenate([begun[:, row, :start], ended[:, row, :length]], 1)
+      np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+def test_a_piece_sees_what_stands_before_it(mixed_params):
+  config, lengths = make_mixed(layer_loop='scan'), np.array([4, 4])
+  rows = IDS[:, 4:8]
+
+  @jax.jit
+  def program(params):
+    prefix = transformer.Prefix(
+        *transformer.prefill(config, params, IDS[:, :4], lengths), lengths
+    )
+    return [
+        transformer.prefill(config, params, rows, lengths, before)[0]
+        for before in (prefix, dataclasses.replace(prefix, lengths=lengths - 1))
+    ]
+
+  right, wrong = program(mixed_params)
+  assert np.abs(np.asarray(right) - wrong).max() > 1e-2
 
 
 def test_padding_is_finite_in_value_and_gradient(logits, gradient):
@@ -315,6 +474,23 @@ def test_two_kv_heads_serve_four_devices(params, logits):
   np.testing.assert_allclose(got[0, :, :37], logits[1, PROMPT:], atol=1e-5)
 
 
+@pytest.mark.parametrize('shape', [(2, 1), (2, 2), (1, 4)])
+def test_layers_that_differ_on_several_devices_equal_one_device(
+    shape, mixed, mixed_params
+):
+  mesh, config = tiny.mesh(*shape), make_mixed(layer_loop='scan')
+  shardings = transformer.param_shardings(config, mesh, Rules())
+  placed = jax.device_put(mixed_params, shardings)
+  program = functools.partial(
+      transformer.forward, config, mesh=mesh, rules=Rules()
+  )
+  logits = jax.jit(program)(placed, IDS, POSITIONS, SEGMENTS)
+  np.testing.assert_allclose(logits, mixed[0], atol=1e-5)
+  if shape == (1, 4):
+    ((got, _, _),) = run_decode(config, placed, PERMUTED, mesh=mesh)
+    np.testing.assert_allclose(got[0], mixed[0][1, PROMPT:], atol=1e-5)
+
+
 def test_padded_ids_have_no_probability_and_no_gradient(params, logits):
   config = make_config(vocab_multiple=8)
   assert config.padded_vocab_size == 40
@@ -421,3 +597,88 @@ def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
   np.testing.assert_allclose(
       transformer.rope_frequencies(config), [1, 0.1], rtol=1e-6
   )
+
+
+# By the functions of transformers 5.24.0 (modeling_rope_utils.py), run on these
+# settings; theta is 10,000.
+@pytest.mark.parametrize(
+    'scaling, wanted, amplitude',
+    [
+        (
+            RopeScaling('linear', 4.0),
+            [0.25, 0.0790569, 0.025, 0.00790569, 0.0025, 0.000790569, 0.00025,
+             7.90569e-05],
+            1,
+        ),
+        (
+            RopeScaling('yarn', 4.0, original_max_length=64),
+            [1, 0.2371708, 0.05, 0.007905695, 0.0025, 0.0007905695, 0.00025,
+             7.905695e-05],
+            1.138629436111989,
+        ),
+        (
+            RopeScaling('yarn', 4.0, original_max_length=64, truncate=False,
+                        beta_fast=16.0, beta_slow=2.0, attention_factor=0.9),
+            [1, 0.1484903, 0.025, 0.007905695, 0.0025, 0.0007905695, 0.00025,
+             7.905695e-05],
+            0.9,
+        ),
+        (
+            RopeScaling('yarn', 4.0, original_max_length=64, mscale=0.707,
+                        mscale_all_dim=0.5),
+            [1, 0.2371708, 0.05, 0.007905695, 0.0025, 0.0007905695, 0.00025,
+             7.905695e-05],
+            1.0268361529030026,
+        ),
+        (
+            RopeScaling('llama3', 8.0, original_max_length=32),
+            [1, 0.09583998, 0.0125, 0.003952847, 0.00125, 0.0003952847,
+             0.000125, 3.952847e-05],
+            1,
+        ),
+    ],
+    ids=['linear', 'yarn', 'yarn_set', 'yarn_mscale', 'llama3'],
+)  # fmt: skip
+def test_scaled_frequencies_are_those_of_transformers(
+    scaling, wanted, amplitude
+):
+  config = make_config(head_size=16, rope_scaling=scaling)
+  got = transformer.rope_frequencies(config)
+  np.testing.assert_allclose(got, wanted, rtol=1e-6)
+  assert scaling.amplitude == pytest.approx(amplitude, rel=1e-12)
+  cos, sin = transformer.rope(config, jnp.arange(50))
+  angles = np.arange(50)[:, None] * got
+  np.testing.assert_allclose(cos[:, 0], amplitude * np.cos(angles), atol=1e-5)
+  np.testing.assert_allclose(sin[:, 0], amplitude * np.sin(angles), atol=1e-5)
+
+
+# By the same source, for sequences of so many tokens.
+@pytest.mark.parametrize(
+    'length, wanted',
+    [
+        (3, [1, 0.1, 0.01, 0.001]),
+        (64, [1, 0.1, 0.01, 0.001]),
+        (65, [1, 0.09799946, 0.009603894, 0.0009411765]),
+        (256, [1, 0.04252904, 0.001808719, 7.692308e-05]),
+    ],
+)
+def test_dynamic_scaling_encodes_a_token_as_the_last_of_its_sequence(
+    length, wanted
+):
+  scaling = RopeScaling('dynamic', 4.0, original_max_length=64)
+  config = make_config(rope_scaling=scaling)
+  cos, sin = transformer.rope(config, jnp.array([0, length - 1]))
+  angles = (length - 1) * np.array(wanted)
+  np.testing.assert_allclose(cos[1, 0], np.cos(angles), atol=2e-5)
+  np.testing.assert_allclose(sin[1, 0], np.sin(angles), atol=2e-5)
+
+
+def test_decode_agrees_with_forward_as_a_dynamic_base_grows(params):
+  scaling = RopeScaling('dynamic', 4.0, original_max_length=6)
+  config = make_config(rope_scaling=scaling)
+  logits, _ = run(config, params)
+  ((got, _, _),) = run_decode(config, params, PERMUTED)
+  np.testing.assert_allclose(got[0], logits[1, PROMPT:], atol=5e-6)
+  plain = plain_logits(make_config(), params, IDS[1])
+  np.testing.assert_allclose(logits[1, :6], plain[:6], atol=1e-5)
+  assert np.abs(logits[1, 6:] - plain[6:]).max() > 1e-3
