@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+import re
 
 import jax
 import jax.numpy as jnp
@@ -538,6 +539,31 @@ def test_bfloat16_walks_give_float32_logits_close_to_float32(params, logits):
   assert keys.dtype == jnp.bfloat16
 
 
+def test_what_needs_float32_has_it_in_bfloat16(mixed_params):
+  # The activation is the one other use of these functions; SiLU has its own.
+  config = make_mixed(compute_dtype='bfloat16', activation='silu')
+  program = functools.partial(transformer.forward, config)
+  text = str(jax.make_jaxpr(program)(mixed_params, IDS, POSITIONS, SEGMENTS))
+  # Norms, softmax, caps, RoPE.
+  names = 'rsqrt', 'exp', 'tanh', 'cos', 'sin'
+  found = re.findall(rf':(\w+)\[[^]]*\] = ({"|".join(names)})\b', text)
+  assert {name for _, name in found} == {*names}
+  assert {kind for kind, _ in found} == {'f32'}
+  assert ':bf16[' in text
+
+
+def test_bfloat16_of_all_settings_is_close_to_float32(mixed, mixed_params):
+  logits, gradient = run(
+      make_mixed(compute_dtype='bfloat16', layer_loop='scan'), mixed_params
+  )
+  assert logits.dtype == np.float32
+  gap = np.abs(logits - mixed[0])[SEGMENTS > 0]
+  assert 1e-4 < gap.max() < 0.15
+  # Logits are no numbers of bfloat16 that were made wide.
+  assert (logits != logits.astype(jnp.bfloat16)).mean() > 0.9
+  assert {g.dtype.name for g in jax.tree.leaves(gradient)} == {'float32'}
+
+
 def test_initial_values_do_not_depend_on_the_mesh(initial):
   mesh = tiny.mesh(2, 2)
   four = transformer.init_params(INITIAL, 0, mesh, Rules())
@@ -556,6 +582,13 @@ def test_initial_matrices_have_the_documented_spread(initial):
   # No two layers and no two matrices are the same numbers.
   assert not np.array_equal(blocks['gate'][0], blocks['gate'][1])
   assert not np.array_equal(blocks['gate'], blocks['up'])
+
+
+def test_initial_norms_multiply_by_one(initial):
+  params = transformer.init_params(make_mixed(), 0, None, None)
+  assert (params['blocks']['mlp_post_norm'] == 0).all()
+  assert (params['final_norm'] == 0).all()
+  assert (initial['final_norm'] == 1).all()
 
 
 def test_parameter_trees_have_one_structure(config, params):
