@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.mesh.rules import Rules
+from areal_jax.models import transformer
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.telemetry.compilations import CompilationCounter
 from tests import tiny
@@ -232,6 +233,30 @@ def test_rebuilt_cache_equals_a_cold_prefill_under_the_new_weights(engine):
   cold_ids, cold_logps = answer(engine, tiny.params(1), cold)
   assert rest == cold_ids
   np.testing.assert_allclose(logps, cold_logps, atol=1e-5)
+
+
+def test_windows_hold_in_prefill_decode_and_rebuild():
+  # One layer slides, so that neither walk may take one mask for all.
+  config = tiny.config(sliding_window=6, sliding_layers=(1,))
+  mesh, rules = tiny.mesh(), Rules()
+  engine = Engine(config, EngineSettings(**SETTINGS), mesh, rules)
+  request = tiny.request(prompt=range(1, 12), new=24, temperature=1.0)
+  first, rest, logps = swapped(engine, request, rebuilt=True)
+  ids = np.array([[*request.prompt_ids, *first, *rest]])
+
+  def score(window):
+    chosen = tiny.config(sliding_window=window, sliding_layers=(1,))
+    logits = transformer.forward(
+        chosen, tiny.params(1), ids, np.arange(ids.size)[None],
+        np.ones_like(ids), mesh=mesh, rules=rules,
+    )  # fmt: skip
+    own = jax.nn.log_softmax(logits[0, :-1])[
+        np.arange(ids.size - 1), ids[0, 1:]
+    ]
+    return np.asarray(own)[-len(rest) :]
+
+  np.testing.assert_allclose(logps, score(6), atol=1e-4)
+  assert np.abs(logps - score(7)).max() > 1e-3
 
 
 def test_stale_cache_is_seen(engine):
