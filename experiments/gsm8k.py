@@ -25,7 +25,6 @@ from areal_jax.experiment import (
     TaskSettings,
     TokenizerSettings,
 )
-from areal_jax.losses.advantages import AdvantageSettings
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh
 from areal_jax.models.config import ModelConfig
@@ -90,7 +89,6 @@ def get_config() -> Experiment:
       train=TrainSettings(
           packing=PackingSettings(row_tokens=2048, rows=16),
           minibatches=4,
-          advantages=AdvantageSettings(kind='group'),
           loss=PolicyLoss(clip=0.2),
           optimizer=OptimizerSettings(
               learning_rate=1e-6, warmup_steps=20, weight_decay=0.01

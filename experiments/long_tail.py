@@ -16,7 +16,6 @@ from areal_jax.experiment import (
     RolloutSettings,
     TaskSettings,
 )
-from areal_jax.losses.advantages import AdvantageSettings
 from areal_jax.models.config import ModelConfig
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
@@ -73,7 +72,6 @@ def get_config() -> Experiment:
       ),
       train=TrainSettings(
           packing=PackingSettings(row_tokens=144, rows=8),
-          advantages=AdvantageSettings(kind='group'),
           optimizer=OptimizerSettings(
               learning_rate=1e-5, weight_decay=0.0, epsilon=1e-8
           ),

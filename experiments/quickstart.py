@@ -19,7 +19,6 @@ from areal_jax.experiment import (
     RolloutSettings,
     TaskSettings,
 )
-from areal_jax.losses.advantages import AdvantageSettings
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.models.config import ModelConfig
 from areal_jax.rewards.scorer import RewardSettings
@@ -79,7 +78,6 @@ def get_config() -> Experiment:
       evaluation=EvaluationSettings(every=25),
       train=TrainSettings(
           packing=PackingSettings(row_tokens=96, rows=28),
-          advantages=AdvantageSettings(kind='group'),
           loss=PolicyLoss(clip=0.2),
           optimizer=OptimizerSettings(
               learning_rate=1e-4,

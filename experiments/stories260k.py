@@ -22,7 +22,6 @@ from areal_jax.experiment import (
     TaskSettings,
     TokenizerSettings,
 )
-from areal_jax.losses.advantages import AdvantageSettings
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.models.config import ModelConfig
 from areal_jax.rewards.scorer import RewardSettings
@@ -64,7 +63,6 @@ def get_config() -> Experiment:
       train=TrainSettings(
           # Two answers a row: a prompt has at most 32 tokens, an answer 64.
           packing=PackingSettings(row_tokens=192, rows=32),
-          advantages=AdvantageSettings(kind='group'),
           loss=PolicyLoss(clip=0.2, kl_coefficient=0.05, kl_kind='k3'),
           optimizer=OptimizerSettings(
               learning_rate=2e-4, weight_decay=0.0, epsilon=1e-8

@@ -1,19 +1,28 @@
-"""From rewards to advantages: one a sequence, then one a token.
+"""From rewards to advantages: one way, whose stations are settings.
+
+  rewards of sequences                   [N]
+    -> shape      penalty on length, bias, scale, clip
+    -> normalise  over sequences, by group or batch   (`sequences`)
+    -> spread     back over the sampled tokens: GAE, with values or without
+    -> normalise  over tokens, by group or batch      (`tokens`)
+  advantages of tokens                   N × [T_i]
 
 Which samples belong together is said by explicit group ids, never by position,
 so groups may be uneven, interleaved, or lack members that failed. Everything
 but `gae` runs on the host in numpy, in float64 inside and float32 outside: its
 inputs change shape with every batch, and nothing should compile for that.
 
-How a set of n numbers is normalised (a group, a batch, the tokens of a batch):
+How numbers are normalised (those of sequences, or those of tokens):
 
-  A = (x - mean) / (std + epsilon),  std² = Σ (x - mean)² / (n - 1)
+  A_i = (x_i - mean_i) / (std_i + epsilon)
+  std² = Σ (x_j - mean_j)² / (n - 1)
 
-with n instead of n - 1 where `unbiased` is off, and with no division where
-`std` is off. GRPO as commonly trained is unbiased; verl adds an epsilon of
-1e-6, AReaL one of 1e-5. A set without variance (all equal, or one member) has
-advantages of exactly 0: nothing can be learned from it, and a rounding error
-divided by epsilon is not a signal. `fraction_zero_variance` counts such groups.
+mean_i is that of the group of i, of the batch, or 0, each without x_i itself
+where `leave_one_out` is on; std_i sums over the group of i or the batch, with n
+instead of n - 1 where `unbiased` is off. A group or batch whose mean is taken
+and whose numbers are all equal, or which has one member, comes out as exactly
+0: nothing can be learned from it, and a rounding error divided by epsilon is
+not a signal. `fraction_zero_variance` counts such groups.
 """
 
 from __future__ import annotations
@@ -29,96 +38,135 @@ import numpy as np
 
 from areal_jax.config import require
 from areal_jax.losses import masking
+from areal_jax.losses.kl import Kind
 
-Kind = Literal['group', 'batch', 'leave_one_out', 'gae']
+Level = Literal['none', 'group', 'batch']
+
+
+@dataclasses.dataclass
+class Normalization:
+  """How numbers are compared with one another; formula at the top.
+
+  Attributes:
+    mean: whose mean is taken off.
+    std: whose standard deviation divides.
+    leave_one_out: each number is compared with the mean of the others.
+    unbiased: n - 1 in the standard deviation instead of n.
+    epsilon: added to the standard deviation. verl has 1e-6, AReaL 1e-5.
+  """
+
+  mean: Level = 'none'
+  std: Level = 'none'
+  leave_one_out: bool = False
+  unbiased: bool = True
+  epsilon: float = 1e-6
+
+  def validate(self, at: str) -> None:
+    """Raises `ConfigError` on a value without a meaning or an effect."""
+    levels = ('none', 'group', 'batch')
+    for name in ('mean', 'std'):
+      value = getattr(self, name)
+      require(value in levels, f'{at}.{name}', value, f'one of {levels}')
+    right = not (self.leave_one_out and self.mean == 'none')
+    require(right, f'{at}.leave_one_out', self.leave_one_out,
+            "False with mean 'none', which leaves no mean")  # fmt: skip
+    right = 0 <= self.epsilon < math.inf
+    require(right, f'{at}.epsilon', self.epsilon, 'at least 0 and finite')
+
+
+@dataclasses.dataclass
+class LengthPenalty:
+  """DAPO's soft penalty on long answers, https://arxiv.org/abs/2503.14476.
+
+    penalty = -factor · clip((n - (longest - buffer)) / buffer, 0, 1)
+
+  for n sampled tokens, added to the reward before bias, scale and clip.
+
+  Attributes:
+    longest: tokens from which on the penalty is whole; 0 for no penalty.
+    buffer: over how many tokens before that it grows from 0.
+    factor: the whole penalty, in units of reward.
+  """
+
+  longest: int = 0
+  buffer: int = 0
+  factor: float = 1.0
+
+  def validate(self, at: str) -> None:
+    """Raises `ConfigError` on a value without a meaning or an effect."""
+    require(self.longest >= 0, f'{at}.longest', self.longest, 'at least 0')
+    least = 1 if self.longest else 0
+    right = least <= self.buffer <= self.longest
+    require(right, f'{at}.buffer', self.buffer,
+            f'1 to longest={self.longest}, or 0 without a penalty')  # fmt: skip
+    right = 0 < self.factor < math.inf
+    require(right, f'{at}.factor', self.factor, 'more than 0 and finite')
 
 
 @dataclasses.dataclass
 class AdvantageSettings:
-  """How rewards become advantages.
+  """How rewards become advantages. The default is GRPO.
 
-  kind: 'group', GRPO, against the other samples of the same problem; 'batch',
-    against all sequences of the batch; 'leave_one_out', RLOO, minus the mean of
-    the *other* samples; 'gae', the reward discounted back over the tokens of
-    its answer, then normalised over all tokens of the batch (no critic: values
-    of 0). The AReaL paper is 'gae' with gamma and lam of 1.
-  std: whether to divide by the standard deviation; off is Dr.GRPO. RLOO has no
-    such division.
-  unbiased: n - 1 in the standard deviation instead of n.
-  epsilon: added to the standard deviation.
-  gamma, lam: discount and λ of 'gae'.
-  reward_scale, reward_bias, reward_clip: the reward used is
-    clip((reward + bias) · scale, ± clip); None does not clip.
+  Attributes:
+    reward_scale, reward_bias, reward_clip: the reward used is
+      clip((reward + bias) · scale, ± clip); None does not clip.
+    length_penalty: see `LengthPenalty`.
+    sequences: how rewards of sequences are normalised.
+    gamma, lam: discount and λ of a token.
+    turn_discount: what follows a turn counts this much less in that turn, once
+      for each turn in between.
+    critic: whether values of a critic are the baseline of a token.
+    kl_coefficient: weight of the KL to a reference policy that is taken off the
+      reward of each token (`kl_rewards`); 0 for none.
+    kl_kind: its estimator; k1 is the one whose sum is the KL of the sequence.
+    tokens: how advantages of tokens are normalised.
   """
 
-  kind: Kind = 'group'
-  std: bool = True
-  unbiased: bool = True
-  epsilon: float = 1e-6
-  gamma: float = 1.0
-  lam: float = 1.0
   reward_scale: float = 1.0
   reward_bias: float = 0.0
   reward_clip: float | None = None
+  length_penalty: LengthPenalty = dataclasses.field(
+      default_factory=LengthPenalty
+  )
+  sequences: Normalization = dataclasses.field(
+      default_factory=lambda: Normalization('group', 'group')
+  )
+  gamma: float = 1.0
+  lam: float = 1.0
+  turn_discount: float = 1.0
+  critic: bool = False
+  kl_coefficient: float = 0.0
+  kl_kind: Kind = 'k1'
+  tokens: Normalization = dataclasses.field(default_factory=Normalization)
 
   def validate(self, at: str) -> None:
-    """Raises `ConfigError` on a value without a meaning or an effect."""
-    kinds = ('group', 'batch', 'leave_one_out', 'gae')
-    require(self.kind in kinds, f'{at}.kind', self.kind, f'one of {kinds}')
-    require(
-        not (self.std and self.kind == 'leave_one_out'),
-        f'{at}.std',
-        self.std,
-        "False with kind 'leave_one_out', which divides by nothing",
-    )
-    right = 0 <= self.epsilon < math.inf
-    require(right, f'{at}.epsilon', self.epsilon, 'at least 0 and finite')
-    for name in ('gamma', 'lam'):
+    """Raises `ConfigError` on a value without a meaning."""
+    for name in ('gamma', 'lam', 'turn_discount'):
       value = getattr(self, name)
       require(0 <= value <= 1, f'{at}.{name}', value, 'between 0 and 1')
-      right = self.kind == 'gae' or value == 1
-      require(right, f'{at}.{name}', value, f'1 with kind {self.kind!r}')
     for name in ('reward_scale', 'reward_bias'):
       value = getattr(self, name)
       require(math.isfinite(value), f'{at}.{name}', value, 'a finite number')
     clip = self.reward_clip
     right = clip is None or clip > 0
     require(right, f'{at}.reward_clip', clip, 'None or a number above 0')
+    right = 0 <= self.kl_coefficient < math.inf
+    require(right, f'{at}.kl_coefficient', self.kl_coefficient,
+            'at least 0 and finite')  # fmt: skip
 
 
-def sequence_advantages(
-    settings: AdvantageSettings, rewards: np.ndarray, group_ids: np.ndarray
-) -> np.ndarray:
-  """One advantage a sequence.
+@dataclasses.dataclass(frozen=True)
+class TokenAdvantages:
+  """What `token_advantages` returns: N arrays [T_i] float32 of each.
 
-  Args:
-    settings: of any kind but 'gae', which has no advantage of a sequence.
-    rewards: [N] finite.
-    group_ids: [N] integers, equal for samples of one problem.
-
-  Returns:
-    [N] float32 in units of reward, or of standard deviations with `std`.
-
-  Raises:
-    ConfigError: the settings are wrong.
-    ValueError: kind 'gae', shapes that differ, or a reward that is not finite.
+  Attributes:
+    advantages: 0 where not sampled.
+    returns: what a critic should have said, advantage + value before the
+      tokens were normalised; 0 where not sampled.
   """
-  settings.validate('advantages')
-  rewards = shape_rewards(settings, rewards)
-  scale = dict(
-      std=settings.std, unbiased=settings.unbiased, epsilon=settings.epsilon
-  )
-  if settings.kind == 'group':
-    return group_normalized(rewards, group_ids, **scale)
-  if settings.kind == 'batch':
-    _grouped(rewards, group_ids)
-    return batch_normalized(rewards, **scale)
-  if settings.kind == 'leave_one_out':
-    return leave_one_out(rewards, group_ids)
-  raise ValueError(
-      f'kind is {settings.kind!r}, wanted one with an advantage a sequence;'
-      ' token_advantages serves all kinds'
-  )
+
+  advantages: list[np.ndarray]
+  returns: list[np.ndarray]
 
 
 def token_advantages(
@@ -126,144 +174,205 @@ def token_advantages(
     rewards: np.ndarray,
     group_ids: np.ndarray,
     loss_masks: Sequence[np.ndarray],
-) -> list[np.ndarray]:
-  """One advantage a token, of any kind.
+    *,
+    values: Sequence[np.ndarray] | None = None,
+    token_rewards: Sequence[np.ndarray] | None = None,
+    turn_ids: Sequence[np.ndarray] | None = None,
+) -> TokenAdvantages:
+  """The whole way from rewards to advantages.
 
-  A sequence's advantage goes to each of its sampled tokens. With 'gae' the
-  reward stands at the last sampled token and
-
-    A_t = (gamma · lam)^(sampled tokens after t) · reward
-
-  which is generalised advantage estimation (https://arxiv.org/abs/1506.02438)
-  with values of 0; these are then normalised over the sampled tokens of the
-  batch. Tokens that were not sampled (tool output between turns) neither
-  receive an advantage nor count as a step.
+  The reward of a sequence stands at its last sampled token and is spread back
+  as `gae` says; with a gamma, lam and turn_discount of 1 and neither values nor
+  token_rewards every sampled token gets it whole. Tokens that were not sampled
+  (tool output between turns) neither receive an advantage nor count as a step.
 
   Args:
     settings: see `AdvantageSettings`.
     rewards: [N] finite.
     group_ids: [N] integers, equal for samples of one problem.
     loss_masks: N arrays [T_i], positive on sampled tokens, unshifted.
-
-  Returns:
-    N arrays [T_i] float32, 0 where not sampled.
+    values: N arrays [T_i] of the critic at these tokens, before they were
+      sampled; masked ones may be NaN. Given iff `settings.critic`.
+    token_rewards: N arrays [T_i], added where sampled: `kl_rewards`, rewards of
+      turns. They are neither shaped nor normalised.
+    turn_ids: N arrays [T_i] of integers; needed with a turn_discount below 1.
 
   Raises:
     ConfigError: the settings are wrong.
-    ValueError: lengths that differ, or a reward that is not finite.
+    ValueError: lengths that differ, a number that is not finite, or one of the
+      optional arrays against the settings.
   """
   settings.validate('advantages')
   masks = [np.asarray(mask) > 0 for mask in loss_masks]
-  if len(masks) != np.size(rewards):
+  _check_count('rewards', np.size(rewards), masks)
+  if (values is not None) != settings.critic:
     raise ValueError(
-        f'{len(masks)} loss_masks with {np.size(rewards)} rewards, wanted as'
-        ' many of one as of the other'
+        f'values given: {values is not None}, wanted critic={settings.critic}'
     )
-  if settings.kind != 'gae':
-    sequence = sequence_advantages(settings, rewards, group_ids)
-    return [
-        np.where(mask, advantage, 0).astype(np.float32)
-        for mask, advantage in zip(masks, sequence)
-    ]
-  rewards = shape_rewards(settings, rewards)
-  _grouped(rewards, group_ids)
-  decay = settings.gamma * settings.lam
-  raw = []
-  for mask, reward in zip(masks, rewards):
-    after = np.cumsum(mask[::-1])[::-1] - mask
-    raw.append(reward * decay ** after.astype(np.float64))
-  return token_normalized(
-      raw,
-      masks,
-      std=settings.std,
-      unbiased=settings.unbiased,
-      epsilon=settings.epsilon,
+  if settings.turn_discount != 1 and turn_ids is None:
+    raise ValueError(
+        f'turn_ids is None with turn_discount {settings.turn_discount}, wanted'
+        ' N arrays [T_i]'
+    )
+  lengths = np.array([mask.sum() for mask in masks], np.int64)
+  shaped = shape_rewards(settings, rewards, lengths)
+  sequence = normalize(shaped, group_ids, settings.sequences)
+  raw, returns = [], []
+  for index, mask in enumerate(masks):
+    given = [None if x is None else x[index] for x in (values, token_rewards)]
+    turns = None if turn_ids is None else turn_ids[index]
+    advantage, result = _spread(
+        settings, float(sequence[index]), mask, *given, turns, index
+    )
+    raw.append(advantage)
+    returns.append(result)
+  return TokenAdvantages(
+      normalize_tokens(raw, group_ids, masks, settings.tokens), returns
   )
 
 
 def shape_rewards(
-    settings: AdvantageSettings, rewards: np.ndarray
+    settings: AdvantageSettings,
+    rewards: np.ndarray,
+    lengths: np.ndarray | None = None,
 ) -> np.ndarray:
-  """clip((reward + bias) · scale, ± clip), [N] to [N] float32.
+  """clip((reward - penalty on length + bias) · scale, ± clip), [N] float32.
+
+  Args:
+    settings: see `AdvantageSettings`.
+    rewards: [N] finite.
+    lengths: [N] sampled tokens; needed with a length penalty.
 
   Raises:
-    ValueError: a reward that is not finite.
+    ValueError: a reward that is not finite, or no lengths.
   """
   rewards = _finite(rewards)
+  penalty = settings.length_penalty
+  if penalty.longest:
+    if lengths is None:
+      raise ValueError(
+          f'lengths is None with length_penalty.longest {penalty.longest},'
+          ' wanted [N] tokens'
+      )
+    over = np.asarray(lengths) - (penalty.longest - penalty.buffer)
+    rewards = rewards - penalty.factor * np.clip(over / penalty.buffer, 0, 1)
   rewards = (rewards + settings.reward_bias) * settings.reward_scale
   if settings.reward_clip is not None:
     rewards = np.clip(rewards, -settings.reward_clip, settings.reward_clip)
   return rewards.astype(np.float32)
 
 
-def group_normalized(
-    rewards: np.ndarray,
+def kl_rewards(
+    settings: AdvantageSettings,
+    logps: Sequence[np.ndarray],
+    reference_logps: Sequence[np.ndarray],
+    loss_masks: Sequence[np.ndarray],
+) -> list[np.ndarray]:
+  """-kl_coefficient · KL of each token, N arrays [T_i] float32, 0 if masked.
+
+  See `kl.py` for the estimators. The log-probs are data here, so that k1, whose
+  sum over a sequence is its log-ratio, is the natural one.
+
+  Args:
+    settings: its kl_coefficient and kl_kind count.
+    logps: N arrays [T_i] nats, of the policy that sampled; masked may be NaN.
+    reference_logps: N arrays [T_i] nats, of the reference policy.
+    loss_masks: N arrays [T_i], positive on sampled tokens.
+  """
+  result = []
+  for own, reference, mask in zip(
+      logps, reference_logps, loss_masks, strict=True
+  ):
+    counts = np.asarray(mask) > 0
+    d = np.where(counts, np.asarray(own, np.float64), 0)
+    d = d - np.where(counts, np.asarray(reference, np.float64), 0)
+    if settings.kl_kind == 'k2':
+      d = np.square(d) / 2
+    elif settings.kl_kind == 'k3':
+      d = np.maximum(d, -masking.MAX_LOG_RATIO)
+      d = np.expm1(-d) + d
+    result.append((-settings.kl_coefficient * d).astype(np.float32))
+  return result
+
+
+def normalize(
+    x: np.ndarray, group_ids: np.ndarray, settings: Normalization
+) -> np.ndarray:
+  """Numbers compared with one another; formula at the top.
+
+  GRPO (https://arxiv.org/abs/2402.03300) has mean and std of the group, Dr.GRPO
+  (https://arxiv.org/abs/2503.20783) its mean alone, RLOO
+  (https://arxiv.org/abs/2402.14740) the mean of the others, LitePPO
+  (https://arxiv.org/abs/2508.08221) mean of the group and std of the batch.
+
+  Args:
+    x: [N] finite.
+    group_ids: [N] integers; groups of any sizes in any order.
+    settings: see `Normalization`.
+
+  Returns:
+    [N] float32.
+
+  Raises:
+    ValueError: shapes that differ, or a number that is not finite.
+  """
+  x, group, sizes = _grouped(x, group_ids)
+  everything = np.zeros_like(group)
+  centred = x
+  if settings.mean != 'none':
+    one = group if settings.mean == 'group' else everything
+    centred = _centred(x, one, settings.leave_one_out)
+  if settings.std != 'none':
+    one = group if settings.std == 'group' else everything
+    counts = np.bincount(one)
+    squares = np.bincount(one, centred**2)
+    freedom = counts - 1 if settings.unbiased else counts
+    std = np.sqrt(squares / np.maximum(freedom, 1))
+    # One number has no spread around its mean: 1, so that it stays as it is.
+    std = np.where(freedom > 0, std, 1.0)[one] + settings.epsilon
+    centred = np.divide(
+        centred, std, out=np.zeros_like(centred), where=centred != 0
+    )
+  return centred.astype(np.float32)
+
+
+def normalize_tokens(
+    values: Sequence[np.ndarray],
     group_ids: np.ndarray,
-    *,
-    std: bool = True,
-    unbiased: bool = True,
-    epsilon: float = 1e-6,
-) -> np.ndarray:
-  """Each reward against those of its own group (formula at the top).
+    masks: Sequence[np.ndarray],
+    settings: Normalization,
+) -> list[np.ndarray]:
+  """Values of tokens against those of all tokens of the group or batch.
 
-  GRPO, https://arxiv.org/abs/2402.03300; without `std` Dr.GRPO,
-  https://arxiv.org/abs/2503.20783.
+  Every sampled token counts once, so long sequences weigh more than short ones.
 
   Args:
-    rewards: [N] finite.
-    group_ids: [N] integers; groups of any sizes in any order.
-    std: whether to divide by the standard deviation of the group.
-    unbiased: n - 1 in it instead of n.
-    epsilon: added to it.
+    values: N arrays [T_i]; masked ones may hold NaN.
+    group_ids: [N] integers, of the sequences.
+    masks: N arrays [T_i], positive on sampled tokens.
+    settings: see `Normalization`.
 
   Returns:
-    [N] float32, exactly 0 in a group of equal rewards and in a group of one.
+    N arrays [T_i] float32, 0 where masked.
+
+  Raises:
+    ValueError: a sampled value that is not finite.
   """
-  rewards, group, sizes = _grouped(rewards, group_ids)
-  varied = _varied(rewards, group, len(sizes))
-  centred = rewards - _group_means(rewards, group, sizes)[group]
-  if std:
-    freedom = np.maximum(sizes - 1, 1) if unbiased else sizes
-    squares = np.bincount(group, centred**2, minlength=len(sizes))
-    divisor = np.where(varied, np.sqrt(squares / freedom) + epsilon, 1)
-    centred = centred / divisor[group]
-  return np.where(varied[group], centred, 0).astype(np.float32)
-
-
-def batch_normalized(
-    rewards: np.ndarray,
-    *,
-    std: bool = True,
-    unbiased: bool = True,
-    epsilon: float = 1e-6,
-) -> np.ndarray:
-  """Each reward against all of them; see `group_normalized`. [N] to [N]."""
-  one_group = np.zeros(np.shape(rewards), np.int64)
-  return group_normalized(
-      rewards, one_group, std=std, unbiased=unbiased, epsilon=epsilon
+  masks = [np.asarray(mask) > 0 for mask in masks]
+  if not masks:
+    return []
+  lengths = [mask.sum() for mask in masks]
+  normal = normalize(
+      np.concatenate([np.asarray(v)[m] for v, m in zip(values, masks)]),
+      np.repeat(np.asarray(group_ids), lengths),
+      settings,
   )
-
-
-def leave_one_out(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-  """Each reward minus the mean of the others of its group.
-
-  A_i = r_i - Σ_{j≠i} r_j / (n - 1) = n / (n - 1) · (r_i - mean)
-
-  RLOO, https://arxiv.org/abs/2402.14740.
-
-  Args:
-    rewards: [N] finite.
-    group_ids: [N] integers; groups of any sizes in any order.
-
-  Returns:
-    [N] float32, exactly 0 in a group of equal rewards and in a group of one,
-    which has no others.
-  """
-  rewards, group, sizes = _grouped(rewards, group_ids)
-  centred = rewards - _group_means(rewards, group, sizes)[group]
-  factor = sizes / np.maximum(sizes - 1, 1)
-  varied = _varied(rewards, group, len(sizes))
-  return np.where(varied[group], factor[group] * centred, 0).astype(np.float32)
+  result = []
+  for mask, part in zip(masks, np.split(normal, np.cumsum(lengths)[:-1])):
+    row = np.zeros(mask.shape, np.float32)
+    row[mask] = part
+    result.append(row)
+  return result
 
 
 def fraction_zero_variance(rewards: np.ndarray, group_ids: np.ndarray) -> float:
@@ -279,47 +388,7 @@ def fraction_zero_variance(rewards: np.ndarray, group_ids: np.ndarray) -> float:
   rewards, group, sizes = _grouped(rewards, group_ids)
   if not len(sizes):
     return 0.0
-  return float(1 - _varied(rewards, group, len(sizes)).mean())
-
-
-def token_normalized(
-    values: Sequence[np.ndarray],
-    masks: Sequence[np.ndarray],
-    *,
-    std: bool = True,
-    unbiased: bool = True,
-    epsilon: float = 1e-6,
-) -> list[np.ndarray]:
-  """Values of tokens against those of all tokens of the batch.
-
-  Every sampled token counts once, so long sequences weigh more than short ones.
-
-  Args:
-    values: N arrays [T_i]; masked ones may hold NaN.
-    masks: N arrays [T_i], positive on sampled tokens.
-    std, unbiased, epsilon: see `group_normalized`.
-
-  Returns:
-    N arrays [T_i] float32, 0 where masked, and everywhere exactly 0 where the
-    batch has fewer than two sampled tokens or all of them are equal.
-
-  Raises:
-    ValueError: a sampled value that is not finite.
-  """
-  masks = [np.asarray(mask) > 0 for mask in masks]
-  if not masks:
-    return []
-  sampled = np.concatenate([np.asarray(v)[m] for v, m in zip(values, masks)])
-  normal = batch_normalized(
-      sampled, std=std, unbiased=unbiased, epsilon=epsilon
-  )
-  ends = np.cumsum([mask.sum() for mask in masks])
-  result = []
-  for mask, end in zip(masks, ends):
-    row = np.zeros(mask.shape, np.float32)
-    row[mask] = normal[end - mask.sum() : end]
-    result.append(row)
-  return result
+  return float(1 - _varied(rewards, group).mean())
 
 
 @jax.jit
@@ -382,45 +451,111 @@ def gae(
   return advantages, advantages + values
 
 
-def _finite(rewards: np.ndarray) -> np.ndarray:
+def _spread(
+    settings: AdvantageSettings,
+    reward: float,
+    mask: np.ndarray,
+    values: np.ndarray | None,
+    token_rewards: np.ndarray | None,
+    turn_ids: np.ndarray | None,
+    index: int,
+) -> tuple[np.ndarray, np.ndarray]:
+  """`gae` of one sequence on the host: advantages and returns, [T] float32."""
+  for name, x in (
+      ('values', values),
+      ('token_rewards', token_rewards),
+      ('turn_ids', turn_ids),
+  ):
+    if x is not None and np.shape(x) != mask.shape:
+      raise ValueError(
+          f'{name}[{index}] has shape {np.shape(x)}, wanted that of its'
+          f' loss_mask, {mask.shape}'
+      )
+  places = np.flatnonzero(mask)
+  count = places.size
+  advantages = np.zeros(mask.shape, np.float32)
+  returns = np.zeros(mask.shape, np.float32)
+  if not count:
+    return advantages, returns
+  # Discount of what follows a token, from one sampled token to the next.
+  step = np.full(count, settings.gamma)
+  if turn_ids is not None:
+    new_turn = np.diff(np.asarray(turn_ids)[places]) != 0
+    step[:-1] *= np.where(new_turn, settings.turn_discount, 1.0)
+  delta = np.zeros(count)
+  if token_rewards is not None:
+    delta += np.asarray(token_rewards, np.float64)[places]
+  delta[-1] += reward
+  own = np.zeros(count)
+  if values is not None:
+    own = np.asarray(values, np.float64)[places]
+    delta[:-1] += step[:-1] * own[1:]
+    delta -= own
+  if np.any(delta[:-1]) or np.any(step[:-1] * settings.lam != 1):
+    result, after = np.empty(count), 0.0
+    for at in range(count - 1, -1, -1):
+      after = delta[at] + step[at] * settings.lam * after
+      result[at] = after
+  else:  # the reward alone, not discounted
+    result = np.full(count, delta[-1])
+  advantages[places], returns[places] = result, result + own
+  return advantages, returns
+
+
+def _centred(x: np.ndarray, group: np.ndarray, others: bool) -> np.ndarray:
+  """x less the mean of its group, or of the others of it; [N].
+
+  Exactly 0 where all of a group are equal: the mean of equal numbers may be off
+  by a rounding error.
+  """
+  sizes = np.bincount(group)
+  means = np.bincount(group, x) / np.maximum(sizes, 1)
+  centred = x - means[group]
+  if others:  # x - Σ_{j≠i} x_j / (n - 1) = n / (n - 1) · (x - mean)
+    centred *= (sizes / np.maximum(sizes - 1, 1))[group]
+  return np.where(_varied(x, group)[group], centred, 0.0)
+
+
+def _varied(x: np.ndarray, group: np.ndarray) -> np.ndarray:
+  """[groups] whether the numbers of a group differ."""
+  groups = int(group.max(initial=-1)) + 1
+  highest, lowest = np.full(groups, -np.inf), np.full(groups, np.inf)
+  np.maximum.at(highest, group, x)
+  np.minimum.at(lowest, group, x)
+  return highest > lowest
+
+
+def _check_count(name: str, count: int, masks: Sequence[np.ndarray]) -> None:
+  if count != len(masks):
+    raise ValueError(
+        f'{len(masks)} loss_masks with {count} {name}, wanted as many of one as'
+        ' of the other'
+    )
+
+
+def _finite(x: np.ndarray) -> np.ndarray:
   """[N] float64, checked."""
-  rewards = np.asarray(rewards, np.float64)
-  if rewards.ndim != 1:
-    raise ValueError(f'rewards have shape {rewards.shape}, wanted [N]')
-  wrong = np.flatnonzero(~np.isfinite(rewards))
+  x = np.asarray(x, np.float64)
+  if x.ndim != 1:
+    raise ValueError(f'rewards have shape {x.shape}, wanted [N]')
+  wrong = np.flatnonzero(~np.isfinite(x))
   if wrong.size:
     at = wrong[0]
-    raise ValueError(f'rewards[{at}] is {rewards[at]}, wanted a finite number')
-  return rewards
+    raise ValueError(f'rewards[{at}] is {x[at]}, wanted a finite number')
+  return x
 
 
 def _grouped(
-    rewards: np.ndarray, group_ids: np.ndarray
+    x: np.ndarray, group_ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Rewards [N], group of each from 0 on [N], size of each group."""
-  rewards, group_ids = _finite(rewards), np.asarray(group_ids)
-  if rewards.shape != group_ids.shape:
+  """Numbers [N], group of each from 0 on [N], size of each group."""
+  x, group_ids = _finite(x), np.asarray(group_ids)
+  if x.shape != group_ids.shape:
     raise ValueError(
         f'group_ids have shape {group_ids.shape}, wanted that of rewards,'
-        f' {rewards.shape}'
+        f' {x.shape}'
     )
   _, group, sizes = np.unique(
       group_ids, return_inverse=True, return_counts=True
   )
-  return rewards, group.astype(np.int64), sizes
-
-
-def _group_means(rewards, group, sizes) -> np.ndarray:
-  return np.bincount(group, rewards, minlength=len(sizes)) / sizes
-
-
-def _varied(rewards: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
-  """[groups] whether the rewards of a group differ.
-
-  Compared directly: the mean of equal numbers may be off by a rounding error.
-  """
-  highest = np.full(groups, -np.inf)
-  lowest = np.full(groups, np.inf)
-  np.maximum.at(highest, group, rewards)
-  np.minimum.at(lowest, group, rewards)
-  return highest > lowest
+  return x, group.astype(np.int64), sizes

@@ -1,8 +1,19 @@
-"""Losses of the policy: decoupled PPO and supervised.
+"""The loss of the policy: one formula whose parts are settings.
 
-A loss here is a sum over tokens divided by a denominator that is handed in: the
-count of the whole batch, not of the part at hand. So the parts of a batch, cut
-into any microbatches and shards, add up to the same loss and gradient.
+  L = -(1 / D) Σ_t c_t [ w_t J_t - c_kl KL_t + c_entropy H_t ]
+
+J is what one token is worth (`objective`) given the ratio ρ = π_θ / π_prox of
+the token or of its sequence (`ratio_level`) and its advantage; w = π_prox /
+π_behav a constant that makes up for tokens sampled by older weights
+(`weight_level`), cut down or rejected by `weight_rules`; c and D say what a
+token counts (`aggregation`). The published algorithms are rows of such settings
+in `presets.py`.
+
+D is handed in and is that of the whole batch (`aggregation.denominator`), not
+of the part at hand. So the parts of a batch, cut into any microbatches and
+shards, add up to the same loss and gradient. A sequence is never cut; what
+belongs to one is told by segment ids. What needs all tokens of a batch at once
+(`second_moment_keep`) is computed before the first part and handed in.
 
 Statistics come out as a dict in which the end of a name says how two parts are
 put together: `_sum` adds, `_max` takes the larger (`merge_stats`). All maxima
@@ -15,98 +26,250 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Iterable, Mapping
+from typing import Iterable, Literal, Mapping, Sequence
 
 import jax
 from jax import Array
 import jax.numpy as jnp
+import numpy as np
 
 from areal_jax.config import require
-from areal_jax.losses import kl, masking
+from areal_jax.losses import aggregation as aggregation_lib
+from areal_jax.losses import kl, masking, segments
+
+# Ages, in versions, at which statistics are told apart; the last one stands for
+# all above it too.
+AGES = (0, 1, 2, 3)
+
+ObjectiveKind = Literal['clip', 'gate', 'cispo', 'reinforce', 'geometric_mean']
+RatioLevel = Literal['token', 'sequence', 'sequence_token']
+Proximal = Literal['exact', 'loglinear', 'linear', 'behavior']
+WeightLevel = Literal['none', 'token', 'sequence_mean', 'sequence_sum']
+Metric = Literal['ratio', 'k1', 'k2', 'k3', 'k3_reversed']
+
+
+@dataclasses.dataclass
+class WeightRule:
+  """What is done where proximal and behavior policy are too far apart.
+
+  With d = log π_prox - log π_behav of a token, the metrics are
+
+    ratio exp(d),  k1 d,  k2 d² / 2,  k3 exp(d) - 1 - d,
+    k3_reversed exp(-d) - 1 + d
+
+  k3 estimates KL(π_behav ‖ π_prox) from tokens of π_behav, k3_reversed is what
+  AReaL calls kl_k3. On the level of a sequence the metric is the mean, sum or
+  maximum over its tokens; for the ratio that of d, before exp: the mean gives
+  the geometric mean of the ratios, the sum the ratio of the whole sequence.
+
+  Attributes:
+    level: whether each token or each sequence is judged.
+    action: 'mask' drops what lies outside the bounds from the loss, while the
+      denominator goes on counting it; 'clamp' cuts its weight to the bounds.
+    metric: see above.
+    aggregation: from the tokens of a sequence to its metric.
+    lower, upper: inclusive bounds; None for none. TIS is a clamp of the ratio
+      from above, IcePop and MIS are masks of the ratio of tokens and sequences.
+  """
+
+  level: Literal['token', 'sequence'] = 'token'
+  action: Literal['mask', 'clamp'] = 'mask'
+  metric: Metric = 'ratio'
+  aggregation: Literal['mean', 'sum', 'max'] = 'mean'
+  lower: float | None = None
+  upper: float | None = 5.0
+
+  def validate(self, at: str) -> None:
+    """Raises `ConfigError` on a value without a meaning or an effect."""
+    bounds = (self.lower, self.upper)
+    given = [bound for bound in bounds if bound is not None]
+    right = bool(given) and all(math.isfinite(bound) for bound in given)
+    right = right and given == sorted(given)
+    require(right, f'{at}.upper', bounds, '(lower, upper) finite, in order, at'
+            ' least one of them not None')  # fmt: skip
+    if self.metric != 'k1':
+      require(given[0] >= 0, f'{at}.lower', given[0],
+              f'at least 0 with metric {self.metric!r}')  # fmt: skip
+    require(
+        self.action == 'mask' or self.metric == 'ratio',
+        f'{at}.metric',
+        self.metric,
+        "'ratio' with action 'clamp', which cuts the ratio",
+    )
 
 
 @dataclasses.dataclass
 class PolicyLoss:
-  """What the policy is trained on. The weight π_prox / π_behav has no switch.
+  """What the policy is trained on. The default is decoupled PPO.
 
-  clip: ε, the trust region reaches from a ratio of 1 - ε ...
-  clip_high: ... to 1 + this; None for 1 + ε. Larger is DAPO's clip-higher.
-  importance_cap: largest weight π_prox / π_behav, larger ones are cut down to
-    it; None leaves the weight as it is, which is the paper's way.
-  kl_coefficient: weight of the KL to a reference policy; 0 for none.
-  kl_kind: its estimator, see `kl.py` (k1 is of no use as a penalty).
-  entropy_coefficient: weight of the entropy bonus; 0 for none.
+  Attributes:
+    objective: J of a token, with the advantage A:
+      'clip' min(ρ A, clip(ρ, 1 - ε, 1 + ε_high) A), PPO;
+      'gate' (4 / τ) sigmoid(τ (ρ - 1)) A, SAPO, with τ by the sign of A;
+      'cispo' clip(ρ, 1 - ε, 1 + ε_high) A log π_θ, the ratio a constant;
+      'reinforce' A log π_θ;
+      'geometric_mean' GMPO: exp of the mean over the sequence of the log-ratio
+      clipped to [-ε, ε_high] on the side that A makes harmful, times the mean
+      of A.
+    ratio_level: 'token'; 'sequence' takes ρ = exp(mean of log ρ over the
+      sequence) and the mean of A, with the gradient through that mean (GSPO);
+      'sequence_token' has the same value, and each token its own A and
+      gradient (GSPO-token). Without rejected tokens and with one A in a
+      sequence the two are the same.
+    clip: ε, the trust region reaches from a ratio of 1 - ε (1 leaves it open)
+    clip_high: ... to 1 + this; None for 1 + ε. Larger is DAPO's clip-higher.
+    dual_clip: c, J is at least c A where A < 0; None for no such bound.
+    gate_positive, gate_negative: τ of 'gate' for A > 0 and A ≤ 0.
+    proximal: the policy in whose neighbourhood the step stays. 'exact' is that
+      of the weights at the start of the step; 'loglinear' and 'linear' stand
+      for it by interpolation between π_behav and π_θ (`approximate_proximal`),
+      without a forward pass; 'behavior' is π_behav, ordinary PPO: the weight is
+      1 then and the ratio bears all of the distance.
+    weight_level: of w, the ratio π_prox / π_behav of the 'token', or exp of the
+      mean or of the sum of log-ratios over the sequence; 'none' leaves it out,
+      which is right only where nothing was sampled by older weights.
+    weight_rules: applied together, each judged on all tokens of the mask.
+    second_moment: M2PO, tokens are masked, those of the largest
+      (log π_prox - log π_behav)² first, until its mean over the batch is below
+      this; None for no such mask. See `second_moment_keep`.
+    aggregation: from tokens to the batch, see `aggregation.py`.
+    constant_length: tokens; for the aggregation 'constant' alone.
+    kl_coefficient: weight of the KL to a reference policy; 0 for none.
+    kl_kind: its estimator, see `kl.py` (k1 is of no use as a penalty).
+    entropy_coefficient: weight of the entropy bonus; 0 for none.
   """
 
+  objective: ObjectiveKind = 'clip'
+  ratio_level: RatioLevel = 'token'
   clip: float = 0.2
   clip_high: float | None = None
-  importance_cap: float | None = None
+  dual_clip: float | None = None
+  gate_positive: float = 1.0
+  gate_negative: float = 1.05
+  proximal: Proximal = 'exact'
+  weight_level: WeightLevel = 'token'
+  weight_rules: tuple[WeightRule, ...] = ()
+  second_moment: float | None = None
+  aggregation: aggregation_lib.Kind = 'token_mean'
+  constant_length: int = 0
   kl_coefficient: float = 0.0
   kl_kind: kl.Kind = 'k3'
   entropy_coefficient: float = 0.0
 
+  @property
+  def needs_segments(self) -> bool:
+    """Whether anything is computed over a sequence."""
+    return (
+        self.ratio_level != 'token'
+        or self.objective == 'geometric_mean'
+        or self.weight_level.startswith('sequence')
+        or self.aggregation == 'sequence_mean_of_means'
+        or any(rule.level == 'sequence' for rule in self.weight_rules)
+    )
+
+  @property
+  def needs_ages(self) -> bool:
+    """Whether the proximal policy is interpolated by age."""
+    return self.proximal in ('loglinear', 'linear')
+
   def validate(self, at: str) -> None:
-    """Raises `ConfigError` on a value without a meaning."""
-    require(0 < self.clip < 1, f'{at}.clip', self.clip, 'between 0 and 1')
-    for name in ('clip_high', 'importance_cap'):
+    """Raises `ConfigError` on a value without a meaning or an effect."""
+    right = 0 < self.clip <= 1  # 1: no bound from below
+    require(right, f'{at}.clip', self.clip, 'more than 0 and at most 1')
+    positive = ('clip_high', 'second_moment', 'gate_positive', 'gate_negative')
+    for name in positive:
       value = getattr(self, name)
       right = value is None or (value > 0 and math.isfinite(value))
       require(right, f'{at}.{name}', value, 'None or a number above 0')
+    bound = self.dual_clip
+    right = bound is None or (1 < bound < math.inf and self.objective == 'clip')
+    require(right, f'{at}.dual_clip', bound,
+            "None, or a number above 1 with objective 'clip'")  # fmt: skip
+    sequences = self.ratio_level == 'token' or self.objective in (
+        'clip',
+        'gate',
+    )
+    require(sequences, f'{at}.ratio_level', self.ratio_level,
+            f"'token' with objective {self.objective!r}")  # fmt: skip
+    weighs = self.weight_level != 'none'
+    clamps = any(rule.action == 'clamp' for rule in self.weight_rules)
+    require(weighs or not clamps, f'{at}.weight_rules', self.weight_rules,
+            "no 'clamp' with weight_level 'none'")  # fmt: skip
+    apart = self.proximal != 'behavior'
+    require(
+        apart or not (self.weight_rules or self.second_moment),
+        f'{at}.proximal',
+        self.proximal,
+        "another with weight_rules or second_moment: 'behavior' leaves no"
+        ' distance that they could judge',
+    )
+    fixed = self.aggregation == 'constant'
+    require((self.constant_length > 0) == fixed, f'{at}.constant_length',
+            self.constant_length, "at least 1 with aggregation 'constant', 0"
+            ' with another')  # fmt: skip
     for name in ('kl_coefficient', 'entropy_coefficient'):
       value = getattr(self, name)
       right = value >= 0 and math.isfinite(value)
       require(right, f'{at}.{name}', value, 'at least 0')
 
 
-def decoupled_ppo_loss(
+def policy_loss(
     logps: Array,
-    proximal_logps: Array,
+    proximal_logps: Array | None,
     behavior_logps: Array,
     advantages: Array,
     mask: Array,
     *,
     denominator: Array | float,
     settings: PolicyLoss,
+    segment_ids: Array | None = None,
+    ages: Array | None = None,
+    kept: Array | None = None,
     reference_logps: Array | None = None,
     entropy: Array | None = None,
     fresh: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-  """Clipped policy gradient with the trust region around the proximal policy.
+  """The loss at the top of this file, of one part of a batch.
 
-  L = -(1 / denominator) Σ_mask [ w min(ρ A, clip(ρ, 1 - ε, 1 + ε_high) A)
-                                  - c_kl KL + c_entropy H ]
-  ρ = π_θ / π_prox,  w = π_prox / π_behav, a constant, at most `importance_cap`
-
-  See https://arxiv.org/abs/2110.00641 and https://arxiv.org/abs/2505.24298
-  eq. (5). Ratios are taken in log space and clamped to exp(±20); how often is
-  in the statistics. With one update a step the proximal policy is π_θ itself,
-  and `logps` may be handed in twice.
+  The default settings are decoupled PPO, https://arxiv.org/abs/2110.00641 and
+  https://arxiv.org/abs/2505.24298 eq. (5). Ratios are taken in log space and
+  clamped to exp(±20); how often is in the statistics. With one update a step
+  the proximal policy is π_θ itself, and `logps` may be handed in twice.
 
   Masked positions may hold NaN or infinity in any array.
 
   Args:
     logps: [B, T] log π_θ of the sampled tokens, in nats; carries the gradient.
-    proximal_logps: [B, T] the same under the weights this step started from.
+    proximal_logps: [B, T] the same under the weights this step started from;
+      is looked at with `proximal='exact'` only and may be None otherwise.
     behavior_logps: [B, T] the same as the engine reported while sampling.
     advantages: [B, T] in units of reward.
     mask: [B, T] positive on sampled tokens, 0 on prompt, tool output, padding.
-    denominator: loss tokens of the whole batch; with 0 the loss is 0.
+    denominator: `aggregation.denominator` of the whole batch; with 0 the loss
+      is 0.
     settings: see `PolicyLoss`.
+    segment_ids: [B, T] 1, 2, ... for the sequences of a row, 0 for padding.
+      None where `settings.needs_segments` is off.
+    ages: [B, T] int, versions between the one that sampled a token and the one
+      that the step started from. None where `settings.needs_ages` is off and
+      no statistics by age are wanted.
+    kept: [B, T] positive on tokens that a rule over the whole batch left in the
+      loss (`second_moment_keep`); None without one.
     reference_logps: [B, T] under the reference policy; None without one.
     entropy: [B, T] of π_θ, in nats; carries gradient. None if not computed.
     fresh: [B, T] positive on tokens that the proximal weights sampled, where
       proximal and behavior log-probs have to agree. None if not known.
 
   Returns:
-    The loss, a float32 scalar, and the statistics over the mask:
+    The loss, a float32 scalar, and the statistics. Over the mask:
       tokens_sum: tokens that count.
-      objective_sum: w min(ρ A, clip(ρ) A).
-      clipped_sum: tokens at which the clip cut the objective down.
+      positive_sum, negative_sum: those with A > 0 and A < 0.
+      rejected_sum: those dropped by a rule, by `second_moment` or by no weight.
       ratio_sum, ratio_max: ρ.
       importance_weight_sum, importance_weight_squared_sum,
-        importance_weight_max: w as used. (Σw)² / (n Σw²) is the effective
-        sample size.
-      importance_capped_sum: tokens whose w was above the cap.
+        importance_weight_max: w as used, 0 where rejected. (Σw)² / (n Σw²) is
+        the effective sample size.
+      importance_capped_sum: tokens whose w a rule cut.
       clamped_sum: tokens with a log-ratio outside ±20.
       update_kl_sum: k3 of KL(π_prox ‖ π_θ), how far this step has moved.
       behavior_kl_sum: k3 of KL(π_behav ‖ π_prox), how stale the tokens are.
@@ -114,81 +277,254 @@ def decoupled_ppo_loss(
       entropy_sum: with `entropy` only.
       fresh_tokens_sum, fresh_gap_sum, fresh_gap_max: |log π_prox - log π_behav|
         of fresh tokens, with `fresh` only.
+      age_<n>_tokens_sum, age_<n>_gap_sum, age_<n>_weight_sum,
+        age_<n>_clipped_sum, age_<n>_rejected_sum: for each of `AGES`, with
+        `ages` only.
+    Over the tokens that no rule dropped:
+      objective_sum: w J, each token counted once.
+      clipped_sum: tokens at which the clip changed J.
+      clipped_high_sum, clipped_low_sum: of these A > 0 and A < 0.
+      dual_clipped_sum: tokens at which `dual_clip` bound J.
 
   Raises:
-    ValueError: a coefficient is set and what it weighs was not handed in.
+    ValueError: something that the settings need was not handed in.
   """
-  _require_given('kl_coefficient', settings, 'reference_logps', reference_logps)
-  _require_given('entropy_coefficient', settings, 'entropy', entropy)
+  _require_given(settings, 'kl_coefficient', 'reference_logps', reference_logps)
+  _require_given(settings, 'entropy_coefficient', 'entropy', entropy)
+  _require_given(settings, 'needs_segments', 'segment_ids', segment_ids)
+  _require_given(settings, 'needs_ages', 'ages', ages)
+  _require_given(settings, 'second_moment', 'kept', kept)
   logps = masking.keep(logps, mask)
-  proximal_logps = _constant(proximal_logps, mask)
   behavior_logps = _constant(behavior_logps, mask)
   advantages = _constant(advantages, mask)
+  if settings.proximal == 'exact':
+    if proximal_logps is None:
+      raise ValueError(
+          "proximal_logps is None with proximal 'exact', wanted [B, T]"
+      )
+    proximal_logps = _constant(proximal_logps, mask)
+  else:
+    proximal_logps = approximate_proximal(
+        settings.proximal, logps, behavior_logps, ages
+    )
 
-  ratio, ratio_clamped = masking.bounded_exp(logps - proximal_logps)
-  high = settings.clip if settings.clip_high is None else settings.clip_high
-  clipped_ratio = jnp.clip(ratio, 1 - settings.clip, 1 + high)
-  free, clipped = ratio * advantages, clipped_ratio * advantages
-
-  uncapped, weight_clamped = masking.bounded_exp(
-      proximal_logps - behavior_logps
+  weights = importance_weights(
+      proximal_logps,
+      behavior_logps,
+      mask,
+      segment_ids,
+      level=settings.weight_level,
+      rules=settings.weight_rules,
   )
-  capped = jnp.zeros_like(weight_clamped)
-  weight = uncapped
-  if settings.importance_cap is not None:
-    capped = uncapped > settings.importance_cap
-    weight = jnp.minimum(uncapped, settings.importance_cap)
+  surviving = weights.kept
+  if kept is not None:
+    surviving &= jnp.asarray(kept) > 0
+  weight = jnp.where(surviving, weights.weight, 0.0)
+  gain = _gain(settings, logps, proximal_logps, advantages, mask, segment_ids)
 
-  total = objective = masking.masked_sum(
-      weight * jnp.minimum(free, clipped), mask
-  )
+  share = aggregation_lib.shares(settings.aggregation, mask, segment_ids)
+  total = masking.masked_sum(share * weight * gain.objective, surviving)
+  rejected = (jnp.asarray(mask) > 0) & ~surviving
   stats = {
       'tokens_sum': masking.masked_count(mask),
-      'objective_sum': objective,
-      'clipped_sum': masking.masked_sum(clipped < free, mask),
-      'ratio_sum': masking.masked_sum(ratio, mask),
-      'ratio_max': masking.masked_max(ratio, mask),
+      'positive_sum': masking.masked_sum(advantages > 0, mask),
+      'negative_sum': masking.masked_sum(advantages < 0, mask),
+      'rejected_sum': masking.masked_count(rejected),
+      'objective_sum': masking.masked_sum(weight * gain.objective, surviving),
+      'clipped_sum': masking.masked_sum(gain.clipped, surviving),
+      'clipped_high_sum': masking.masked_sum(
+          gain.clipped & (advantages > 0), surviving
+      ),
+      'clipped_low_sum': masking.masked_sum(
+          gain.clipped & (advantages < 0), surviving
+      ),
+      'dual_clipped_sum': masking.masked_sum(gain.dual_clipped, surviving),
+      'ratio_sum': masking.masked_sum(gain.ratio, mask),
+      'ratio_max': masking.masked_max(gain.ratio, mask),
       'importance_weight_sum': masking.masked_sum(weight, mask),
       'importance_weight_squared_sum': masking.masked_sum(weight**2, mask),
       'importance_weight_max': masking.masked_max(weight, mask),
-      'importance_capped_sum': masking.masked_sum(capped, mask),
-      'clamped_sum': masking.masked_sum(ratio_clamped | weight_clamped, mask),
+      'importance_capped_sum': masking.masked_sum(weights.capped, mask),
+      'clamped_sum': masking.masked_sum(gain.clamped | weights.clamped, mask),
       'update_kl_sum': jnp.sum(kl.k3(proximal_logps, logps)),
       'behavior_kl_sum': jnp.sum(kl.k3(behavior_logps, proximal_logps)),
   }
   if reference_logps is not None:
-    reference_kl = jnp.sum(
-        kl.estimate(settings.kl_kind, logps, reference_logps, mask)
-    )
+    estimates = kl.estimate(settings.kl_kind, logps, reference_logps, mask)
     if settings.kl_coefficient:
-      total -= settings.kl_coefficient * reference_kl
-    stats['reference_kl_sum'] = reference_kl
+      total -= settings.kl_coefficient * masking.masked_sum(
+          share * estimates, surviving
+      )
+    stats['reference_kl_sum'] = jnp.sum(estimates)
   if entropy is not None:
-    entropy_sum = masking.masked_sum(entropy, mask)
+    entropy = masking.keep(entropy, mask)
     if settings.entropy_coefficient:
-      total += settings.entropy_coefficient * entropy_sum
-    stats['entropy_sum'] = entropy_sum
+      total += settings.entropy_coefficient * masking.masked_sum(
+          share * entropy, surviving
+      )
+    stats['entropy_sum'] = jnp.sum(entropy)
+  gap = jnp.abs(proximal_logps - behavior_logps)
   if fresh is not None:
     fresh = (jnp.asarray(fresh) > 0) & (jnp.asarray(mask) > 0)
-    gap = jnp.abs(proximal_logps - behavior_logps)
     stats['fresh_tokens_sum'] = masking.masked_count(fresh)
     stats['fresh_gap_sum'] = masking.masked_sum(gap, fresh)
     stats['fresh_gap_max'] = masking.masked_max(gap, fresh)
+  if ages is not None:
+    bucket = jnp.clip(jnp.asarray(ages), AGES[0], AGES[-1])
+    for age in AGES:
+      of_age = (jnp.asarray(mask) > 0) & (bucket == age)
+      for name, values in (
+          ('tokens', of_age),
+          ('gap', gap),
+          ('weight', weight),
+          ('clipped', gain.clipped & surviving),
+          ('rejected', rejected),
+      ):
+        stats[f'age_{age}_{name}_sum'] = masking.masked_sum(values, of_age)
   return -masking.divide(total, denominator), jax.lax.stop_gradient(stats)
 
 
-def sft_loss(logps: Array, mask: Array, *, denominator: Array | float) -> Array:
-  """Negative log-likelihood, L = -(1 / denominator) Σ_mask log π_θ.
+@dataclasses.dataclass(frozen=True)
+class Weights:
+  """Importance weights of tokens, all [B, T] and constant.
+
+  Attributes:
+    weight: float32 w, after clamps; 1 without weights, 0 where masked.
+    kept: bool, in the mask and dropped by no rule.
+    capped: bool, a rule changed the weight.
+    clamped: bool, the log-ratio left ±20.
+  """
+
+  weight: Array
+  kept: Array
+  capped: Array
+  clamped: Array
+
+
+def importance_weights(
+    proximal_logps: Array,
+    behavior_logps: Array,
+    mask: Array,
+    segment_ids: Array | None,
+    *,
+    level: WeightLevel,
+    rules: Sequence[WeightRule] = (),
+) -> Weights:
+  """w = π_prox / π_behav of tokens or sequences, and what the rules leave.
+
+  See https://arxiv.org/abs/2110.00641 for the weight;
+  https://fengyao.notion.site/off-policy-rl for TIS,
+  https://arxiv.org/abs/2510.18855 for IcePop.
 
   Args:
-    logps: [B, T] log π_θ of the tokens, in nats; masked ones may be NaN.
-    mask: [B, T] positive on the tokens to learn.
-    denominator: such tokens in the whole batch; with 0 the loss is 0.
+    proximal_logps, behavior_logps: [B, T] nats; masked ones may be NaN.
+    mask: [B, T] positive on sampled tokens.
+    segment_ids: [B, T]; None where neither level nor rules look at sequences.
+    level: see `PolicyLoss.weight_level`.
+    rules: see `WeightRule`; each is judged on the whole mask.
+  """
+  counts = jnp.asarray(mask) > 0
+  distance = _constant(proximal_logps, mask) - _constant(behavior_logps, mask)
+  distance = jnp.where(counts, distance, 0.0)
+  log_weight = {
+      'none': lambda: jnp.zeros_like(distance),
+      'token': lambda: distance,
+      'sequence_mean': lambda: segments.mean(distance, mask, segment_ids),
+      'sequence_sum': lambda: segments.total(distance, mask, segment_ids),
+  }[level]()
+  weight, clamped = masking.bounded_exp(log_weight)
+  kept, capped = counts, jnp.zeros_like(counts)
+  for rule in rules:
+    seen = _metric(rule, distance, mask, segment_ids)
+    inside = jnp.ones_like(counts)
+    if rule.lower is not None:
+      inside &= seen >= rule.lower
+    if rule.upper is not None:
+      inside &= seen <= rule.upper
+    if rule.action == 'mask':
+      kept &= inside
+      continue
+    # None leaves that side open. A sequence is cut only where its metric, which
+    # need not be its weight, lies outside.
+    cut = jnp.where(inside, weight, jnp.clip(weight, rule.lower, rule.upper))
+    capped |= counts & (cut != weight)
+    weight = cut
+  return Weights(jnp.where(counts, weight, 0.0), kept, capped, clamped & counts)
+
+
+def approximate_proximal(
+    kind: Proximal, logps: Array, behavior_logps: Array, ages: Array | None
+) -> Array:
+  """Stands in for the proximal log-probs, without a forward pass.
+
+  The proximal policy is taken to be one version before the one that the step
+  started from, so that it lies α = (n - 1) / n of the way from a behavior
+  policy n versions old to π_θ; α = 0 for n ≤ 0:
+
+    loglinear  log π_behav + α (log π_θ - log π_behav)
+    linear     log((1 - α) π_behav + α π_θ)
+    behavior   log π_behav
+
+  See https://arxiv.org/abs/2512.06547.
+
+  Args:
+    kind: one of the three.
+    logps: [B, T] log π_θ, nats, finite.
+    behavior_logps: [B, T] nats, finite.
+    ages: [B, T] n, in versions; None for 'behavior'.
 
   Returns:
-    The loss, a float32 scalar.
+    [B, T] float32 nats, a constant.
   """
-  return -masking.masked_mean(logps, mask, denominator)
+  logps, behavior_logps = jax.lax.stop_gradient((logps, behavior_logps))
+  if kind == 'behavior':
+    return behavior_logps
+  ages = jnp.asarray(ages, jnp.float32)
+  alpha = jnp.where(ages > 0, (ages - 1) / jnp.maximum(ages, 1), 0.0)
+  if kind == 'loglinear':
+    return behavior_logps + alpha * (logps - behavior_logps)
+  # 0 log 0: an end of the way is that policy alone.
+  first = jnp.log1p(-alpha) + behavior_logps
+  second = jnp.log(jnp.where(alpha > 0, alpha, 1.0)) + logps
+  return jnp.where(alpha > 0, jnp.logaddexp(first, second), behavior_logps)
+
+
+def second_moment_keep(
+    proximal_logps: np.ndarray,
+    behavior_logps: np.ndarray,
+    mask: np.ndarray,
+    *,
+    threshold: float,
+) -> np.ndarray:
+  """Which tokens M2PO leaves in the loss; over the whole batch, on the host.
+
+  Tokens of the largest δ² = (log π_prox - log π_behav)² are dropped, as few as
+  bring the mean of the rest below the threshold; one token always stays.
+
+  See https://arxiv.org/abs/2510.01161.
+
+  Args:
+    proximal_logps, behavior_logps: any one shape, nats; masked ones may be NaN.
+      All tokens that share a denominator, so that the cut of a batch into parts
+      does not matter.
+    mask: the same shape, positive on sampled tokens.
+    threshold: of the mean of δ², above 0.
+
+  Returns:
+    float32 of that shape, 1 on tokens that stay, 0 elsewhere.
+  """
+  counts = np.asarray(mask) > 0
+  kept = np.zeros(counts.shape, np.float32)
+  places = np.flatnonzero(counts)
+  if not places.size:
+    return kept
+  gap = np.asarray(proximal_logps, np.float64).ravel()[places]
+  gap = gap - np.asarray(behavior_logps, np.float64).ravel()[places]
+  order = np.argsort(gap**2, kind='stable')  # smallest first
+  means = np.cumsum(gap[order] ** 2) / np.arange(1, places.size + 1)
+  stay = max(1, int(np.count_nonzero(means < threshold)))
+  kept.ravel()[places[order[:stay]]] = 1
+  return kept
 
 
 def merge_stats(parts: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
@@ -214,6 +550,104 @@ def merge_stats(parts: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
   }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Gain:
+  """What the tokens are worth, all [B, T].
+
+  Attributes:
+    objective: float32 J, with the gradient.
+    ratio: float32 ρ.
+    clipped, dual_clipped: bool, a bound changed J.
+    clamped: bool, the log-ratio left ±20.
+  """
+
+  objective: Array
+  ratio: Array
+  clipped: Array
+  dual_clipped: Array
+  clamped: Array
+
+
+def _gain(
+    settings: PolicyLoss,
+    logps: Array,
+    proximal_logps: Array,
+    advantages: Array,
+    mask: Array,
+    segment_ids: Array | None,
+) -> _Gain:
+  """J and ρ of each token; see `PolicyLoss`. Inputs are finite."""
+  distance = logps - proximal_logps
+  log_ratio = distance
+  if settings.ratio_level != 'token':
+    log_ratio = segments.mean(distance, mask, segment_ids)
+  if settings.ratio_level == 'sequence':
+    advantages = segments.mean(advantages, mask, segment_ids)
+  elif settings.ratio_level == 'sequence_token':
+    # The value of the sequence, the gradient of the token.
+    stop = jax.lax.stop_gradient
+    log_ratio = stop(log_ratio) + logps - stop(logps)
+  ratio, clamped = masking.bounded_exp(log_ratio)
+  high = settings.clip if settings.clip_high is None else settings.clip_high
+  inside = jnp.clip(ratio, 1 - settings.clip, 1 + high)
+  clipped = dual_clipped = jnp.zeros(ratio.shape, bool)
+  if settings.objective == 'clip':
+    free, bounded = ratio * advantages, inside * advantages
+    objective, clipped = jnp.minimum(free, bounded), bounded < free
+    if settings.dual_clip is not None:
+      least = settings.dual_clip * advantages
+      dual_clipped = (advantages < 0) & (objective < least)
+      objective = jnp.where(dual_clipped, least, objective)
+  elif settings.objective == 'gate':
+    steepness = jnp.where(
+        advantages > 0, settings.gate_positive, settings.gate_negative
+    )
+    gate = jax.nn.sigmoid(steepness * (ratio - 1)) * 4 / steepness
+    objective = gate * advantages
+  elif settings.objective == 'cispo':
+    objective = jax.lax.stop_gradient(inside) * advantages * logps
+    clipped = inside != ratio
+  elif settings.objective == 'reinforce':
+    objective = advantages * logps
+  elif settings.objective == 'geometric_mean':
+    sign = jnp.sign(advantages)
+    held = jnp.clip(distance, -settings.clip, high)
+    # The lesser of the two where A > 0, the greater where A < 0.
+    harmless = sign * jnp.minimum(sign * distance, sign * held)
+    clipped = sign * harmless < sign * distance
+    of_sequence, clamped = masking.bounded_exp(
+        segments.mean(harmless, mask, segment_ids)
+    )
+    objective = segments.mean(advantages, mask, segment_ids) * of_sequence
+  else:
+    raise ValueError(f'objective is {settings.objective!r}, wanted a known one')
+  return _Gain(objective, ratio, clipped, dual_clipped, clamped)
+
+
+def _metric(
+    rule: WeightRule, distance: Array, mask: Array, segment_ids: Array | None
+) -> Array:
+  """What a rule judges, [B, T]; the same for all tokens of a sequence."""
+  held = jnp.clip(distance, -masking.MAX_LOG_RATIO, masking.MAX_LOG_RATIO)
+  value = {
+      'ratio': lambda: distance,
+      'k1': lambda: distance,
+      'k2': lambda: jnp.square(distance) / 2,
+      'k3': lambda: jnp.expm1(held) - held,
+      'k3_reversed': lambda: jnp.expm1(-held) + held,
+  }[rule.metric]()
+  if rule.level == 'sequence':
+    reduce = {
+        'mean': segments.mean,
+        'sum': segments.total,
+        'max': segments.largest,
+    }[rule.aggregation]
+    value = reduce(value, mask, segment_ids)
+  if rule.metric == 'ratio':
+    value, _ = masking.bounded_exp(value)
+  return value
+
+
 def _merger(name: str):
   if name.endswith('_sum'):
     return lambda one, other: one + other
@@ -228,10 +662,10 @@ def _constant(x: Array, mask: Array) -> Array:
 
 
 def _require_given(
-    coefficient: str, settings: PolicyLoss, name: str, value: Array | None
+    settings: PolicyLoss, why: str, name: str, value: Array | None
 ) -> None:
-  weight = getattr(settings, coefficient)
-  if weight and value is None:
+  asked = getattr(settings, why)
+  if asked and value is None:
     raise ValueError(
-        f'{name} is None with {coefficient} {weight}, wanted an array [B, T]'
+        f'{name} is None with {why} {asked}, wanted an array [B, T]'
     )

@@ -31,7 +31,7 @@ import numpy as np
 import optax
 
 from areal_jax.config import require
-from areal_jax.losses import logprobs, masking, policy
+from areal_jax.losses import logprobs, masking, policy, supervised
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
@@ -47,10 +47,6 @@ from areal_jax.types import Microbatch
 
 PyTree = Any
 Batch = Mapping[str, Array]
-
-# Ages, in versions, at which the gap between engine and trainer is told apart;
-# the last one stands for all above it too.
-GAP_AGES = (0, 1, 2, 3)
 
 # The loss holds a few arrays of this size at once, instead of some of the size
 # of a whole microbatch's logits.
@@ -110,14 +106,14 @@ class Outcome:
 
 
 def policy_objective(settings: policy.PolicyLoss) -> Objective:
-  """Decoupled PPO, with the gap between engine and trainer measured."""
+  """The loss of `policy.py`; the gap between engine and trainer is measured."""
 
   def objective(scores: Scores, batch: Batch):
     mask = batch['loss_mask']
     entropy = scores.entropy
     if not settings.entropy_coefficient:  # measured only: no backward pass
       entropy = jax.lax.stop_gradient(entropy)
-    loss, stats = policy.decoupled_ppo_loss(
+    loss, stats = policy.policy_loss(
         scores.logps,
         scores.proximal_logps,
         batch['behavior_logps'],
@@ -125,16 +121,13 @@ def policy_objective(settings: policy.PolicyLoss) -> Objective:
         mask,
         denominator=batch['denominator'],
         settings=settings,
+        segment_ids=batch['segment_ids'],
+        ages=batch['version'] - batch['versions'],
         reference_logps=scores.reference_logps,
         entropy=entropy,
         fresh=mask * (batch['versions'] == batch['version']),
     )
     gap = jnp.abs(scores.proximal_logps - batch['behavior_logps'])
-    age = jnp.clip(batch['version'] - batch['versions'], 0, GAP_AGES[-1])
-    for bucket in GAP_AGES:
-      of_age = mask * (age == bucket)
-      stats[f'age_{bucket}_tokens_sum'] = masking.masked_count(of_age)
-      stats[f'age_{bucket}_gap_sum'] = masking.masked_sum(gap, of_age)
     return loss, {**stats, 'gap_sum': masking.masked_sum(gap, mask)}
 
   return objective
@@ -143,7 +136,9 @@ def policy_objective(settings: policy.PolicyLoss) -> Objective:
 def supervised_objective(scores: Scores, batch: Batch):
   """Negative log-likelihood of the tokens in the loss mask."""
   mask = batch['loss_mask']
-  loss = policy.sft_loss(scores.logps, mask, denominator=batch['denominator'])
+  loss = supervised.sft_loss(
+      scores.logps, mask, denominator=batch['denominator']
+  )
   return loss, {'tokens_sum': masking.masked_count(mask)}
 
 

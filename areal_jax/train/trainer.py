@@ -22,6 +22,7 @@ import numpy as np
 
 from areal_jax.config import require
 from areal_jax.losses import advantages as advantages_lib
+from areal_jax.losses import aggregation, policy
 from areal_jax.losses.advantages import AdvantageSettings
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
@@ -30,12 +31,7 @@ from areal_jax.train import packing
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.state import TrainState
-from areal_jax.train.step import (
-    GAP_AGES,
-    Outcome,
-    TrainStep,
-    policy_objective,
-)
+from areal_jax.train.step import Outcome, TrainStep, policy_objective
 from areal_jax.types import (
     Group,
     Microbatch,
@@ -79,14 +75,14 @@ class Minibatch:
 
   Attributes:
     microbatches: of the static shape.
-    tokens: loss tokens, the denominator of its loss.
+    denominator: what its loss is divided by, see `aggregation.py`.
     teaches: whether a loss token has an advantage. If none has, nothing is to
       be learned and the update is idle: without this, weight decay, momentum
       and the KL term would go on moving a policy that no reward holds.
   """
 
   microbatches: tuple[Microbatch, ...]
-  tokens: float
+  denominator: float
   teaches: bool
 
 
@@ -188,7 +184,10 @@ class Trainer:
     version = self.version
     minibatches = prepare(groups, self._settings)
     placed = [
-        [self._step.place(m, part.tokens, version) for m in part.microbatches]
+        [
+            self._step.place(m, part.denominator, version)
+            for m in part.microbatches
+        ]
         for part in minibatches
     ]
     proximal: list[Any] = [None] * len(placed)
@@ -209,7 +208,7 @@ class Trainer:
     fetched = self._step.fetch(outcomes, version)
     return {
         **describe(groups, version),
-        **summarize(fetched, [part.tokens for part in minibatches]),
+        **summarize(fetched, [part.denominator for part in minibatches]),
         'padding_fraction': packing.padding_fraction(
             [m for part in minibatches for m in part.microbatches]
         ),
@@ -235,7 +234,8 @@ def prepare(
           np.array([_score(t) for t in trajectories]),
           np.array([t.draw_index for t in trajectories]),
           [t.loss_mask for t in trajectories],
-      )
+          turn_ids=[t.turn_ids for t in trajectories],
+      ).advantages
   )
   minibatches = []
   # Sizes differ by one group at most, the larger ones first.
@@ -245,7 +245,11 @@ def prepare(
     minibatches.append(
         Minibatch(
             tuple(packing.pack(members, given, settings.packing)),
-            float(sum(np.count_nonzero(t.loss_mask) for t in members)),
+            aggregation.denominator(
+                settings.loss.aggregation,
+                [t.loss_mask for t in members],
+                settings.loss.constant_length,
+            ),
             any(
                 np.any(np.asarray(t.loss_mask) * advantage)
                 for t, advantage in zip(members, given)
@@ -289,13 +293,13 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def summarize(
-    outcomes: Sequence[Outcome], tokens: Sequence[float]
+    outcomes: Sequence[Outcome], denominators: Sequence[float]
 ) -> dict[str, float]:
   """Metrics of a step from the sums of its updates.
 
   Args:
     outcomes: one an update.
-    tokens: loss tokens of each; its loss is a mean over them.
+    denominators: of the loss of each, which is a mean over that many.
   """
   stats = {
       # Plain Python: an eager jax operation here would compile in a step.
@@ -309,9 +313,9 @@ def summarize(
   norms = [o.gradient_norm for o in outcomes if math.isfinite(o.gradient_norm)]
   weights = stats['importance_weight_sum']
   squares = stats['importance_weight_squared_sum']
-  losses = [o.loss * part for o, part in zip(outcomes, tokens)]
+  losses = [o.loss * part for o, part in zip(outcomes, denominators)]
   values = {
-      'loss': sum(losses) / count,
+      'loss': sum(losses) / max(1.0, sum(denominators)),
       'gradient_norm': np.mean(norms) if norms else math.nan,
       'learning_rate': outcomes[-1].learning_rate,
       'skipped_steps': outcomes[-1].idle_updates + outcomes[-1].skipped_updates,
@@ -322,7 +326,7 @@ def summarize(
       'logprob_gap_mean': stats['gap_sum'] / count,
       'trained_tokens': stats['tokens_sum'],
   }
-  for age in GAP_AGES:
+  for age in policy.AGES:
     tokens_of_age = stats[f'age_{age}_tokens_sum']
     values[f'staleness_{age}_fraction'] = tokens_of_age / count
     if tokens_of_age:

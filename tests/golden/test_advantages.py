@@ -6,217 +6,247 @@ unshifted rows without padding, and are compared where the mask is 1.
 """
 
 import numpy as np
+import pytest
 
 from areal_jax.losses import advantages
-from areal_jax.losses.advantages import AdvantageSettings
+from areal_jax.losses.advantages import (
+    AdvantageSettings,
+    LengthPenalty,
+    Normalization,
+)
 from tests.golden import cases
 
 _CLOSE = dict(rtol=1e-5, atol=1e-6)
+_NOTHING = Normalization()
+
+# Functions of the peers that ours have not, and why.
+NOT_HAD = {
+    'compute_remax_outcome_advantage': (
+        'a greedy answer of each problem as baseline: one more generation a'
+        ' group, which the rollout does not make'
+    ),
+    'compute_opo_outcome_advantage': 'a mean weighted by length: not offered',
+    'compute_gpg_outcome_advantage': (
+        'scaled by the share of answers with a score that is not 0, a number'
+        ' that learning rates take care of'
+    ),
+    'compute_grpo_passk_outcome_advantage': (
+        'only the best answer of a group learns: not offered'
+    ),
+    'masked_normalization': (
+        'masked elements come out as -mean / std there, and no caller of it is'
+        ' left in the pipeline'
+    ),
+}
+
+# Where ours differs on purpose: case, why, and the right values by hand.
+DIFFERS = {
+    'norm_group1_loo': (
+        'a group of one has no others to be compared with: AReaL leaves its'
+        ' reward as it is, ours is 0',
+        lambda x: np.zeros(len(x)),
+    ),
+    'norm_ragged_groups': (
+        'the last rows are a smaller group of their own; AReaL divides their'
+        ' rewards by epsilon alone',
+        lambda x: _by_hand(x, 3, 1e-5),
+    ),
+}
 
 
-def _kind(normalization) -> str | None:
-  """Our kind that has these levels of mean and std; None without one."""
-  levels = (normalization['mean_level'], normalization['std_level'])
-  if normalization['mean_leave1out']:
-    leaves_out = levels in [('group', None), ('batch', None)]
-    return 'leave_one_out' if leaves_out else None
-  if levels in [('group', 'group'), ('group', None)]:
-    return 'group'
-  return 'batch' if levels in [('batch', 'batch'), ('batch', None)] else None
-
-
-def _scale(normalization):
-  return dict(
-      std=normalization['std_level'] is not None,
-      unbiased=normalization['std_unbiased'],
-      epsilon=normalization['eps'],
+def _by_hand(x, size, epsilon) -> np.ndarray:
+  """Mean and unbiased std of blocks, the last one of what is left."""
+  blocks = [x[i : i + size] for i in range(0, len(x), size)]
+  return np.concatenate(
+      [(b - b.mean()) / (b.std(ddof=1) + epsilon) for b in blocks]
   )
 
 
-def _groups(normalization, sequences: int) -> np.ndarray:
-  """Group ids of AReaL's blocks of rows; a batch is one group."""
-  if normalization['mean_level'] == 'batch':
-    return np.zeros(sequences, int)
-  return np.arange(sequences) // normalization['group_size']
+def _normalization(args) -> Normalization:
+  if args is None:
+    return _NOTHING
+  return Normalization(
+      mean=args['mean_level'] or 'none',
+      std=args['std_level'] or 'none',
+      leave_one_out=args['mean_leave1out'] and bool(args['mean_level']),
+      unbiased=args['std_unbiased'],
+      epsilon=args['eps'],
+  )
 
 
-def _has_whole_groups(case) -> bool:
-  """A block of rows that is cut short has no group there: a quirk."""
+def _groups(args, sequences: int) -> np.ndarray:
+  """Group ids of AReaL's blocks of rows."""
+  return np.arange(sequences) // args['group_size']
+
+
+def _differs(case) -> bool:
+  """Leave-one-out of one, or rows that fill no block: the kinds of DIFFERS."""
   args, x = case.args, case.inputs['x']
-  return args['mean_level'] == 'batch' or not len(x) % args['group_size']
+  if len(x) % args['group_size']:
+    return 'group' in (args['mean_level'], args['std_level'])
+  return args['mean_leave1out'] and (
+      args['group_size'] == 1 and args['mean_level'] == 'group'
+  )
 
 
 @cases.matching(
     'areal/normalization.npz',
     'Normalization.__call__',
-    when=lambda case: (
-        case.inputs['x'].ndim == 1
-        and _kind(case.args) is not None
-        and _has_whole_groups(case)
-    ),
+    when=lambda case: not _differs(case),
 )
-def test_normalisation_of_sequences_is_that_of_areal(case):
-  x, scale = case.inputs['x'], _scale(case.args)
-  group_ids = _groups(case.args, len(x))
-  if case.args['mean_leave1out']:
-    result = advantages.leave_one_out(x, group_ids)
+def test_normalisation_is_that_of_areal(case):
+  x, args = case.inputs['x'], case.args
+  group_ids = _groups(args, len(x))
+  if x.ndim == 1:
+    result = advantages.normalize(x, group_ids, _normalization(args))
   else:
-    result = advantages.group_normalized(x, group_ids, **scale)
+    mask = case.inputs.get('loss_mask', np.ones(x.shape))
+    result = np.stack(
+        advantages.normalize_tokens(x, group_ids, mask, _normalization(args))
+    )
   np.testing.assert_allclose(result, case.outputs['y'], **_CLOSE)
 
 
 @cases.matching(
-    'areal/normalization.npz',
-    'Normalization.__call__',
-    when=lambda case: (
-        case.inputs['x'].ndim == 2 and _kind(case.args) == 'batch'
-    ),
+    'areal/normalization.npz', 'Normalization.__call__', when=_differs
 )
-def test_normalisation_of_tokens_is_that_of_areal(case):
-  x = case.inputs['x']
-  mask = case.inputs.get('loss_mask', np.ones(x.shape))
-  result = advantages.token_normalized(x, mask, **_scale(case.args))
-  np.testing.assert_allclose(np.stack(result), case.outputs['y'], **_CLOSE)
+def test_where_normalisation_differs_it_is_right(case):
+  name, x = case.record['case'], case.inputs['x']
+  print(f'{len(DIFFERS)} cases differ on purpose')
+  if name not in DIFFERS:
+    pytest.fail(f'{name} differs and is not listed, wanted a reason and values')
+  _, right = DIFFERS[name]
+  result = advantages.normalize(
+      x, _groups(case.args, len(x)), _normalization(case.args)
+  )
+  np.testing.assert_allclose(result, right(x), **_CLOSE)
 
 
 # AReaL's whole way from rewards to advantages.
 
 
-def _without_critic(case) -> bool:
-  """No critic, KL reward, penalty on length or rule for a missing end."""
-  return (
-      'values' not in case.inputs
-      and case.args['kl_ctl'] == 0
-      and not case.args['overlong_reward_penalty']
-      and not case.args['mask_no_eos_with_zero']
-  )
+def _lengths(case) -> np.ndarray:
+  return case.inputs['attention_mask'].sum(axis=1)
 
 
-def _settings(case, kind, normalization, **more) -> AdvantageSettings:
-  return AdvantageSettings(
-      kind=kind,
-      reward_bias=case.args['reward_bias'],
-      reward_scale=case.args['reward_scaling'],
-      reward_clip=case.args['reward_clip'],
-      **_scale(normalization),
-      **more,
-  )
-
-
-def _is_sequence_level(case) -> bool:
-  normalization, args = case.args['reward_norm'], case.args
-  return (
-      _without_critic(case)
-      and args['adv_norm'] is None
-      and normalization is not None
-      and _kind(normalization) is not None
-      and args['discount'] == args['gae_lambda'] == 1
-  )
-
-
-def _is_critic_free_gae(case) -> bool:
-  """As in the paper: the advantages are normalised, over all tokens."""
-  normalization = case.args['adv_norm']
-  return (
-      _without_critic(case)
-      and case.args['reward_norm'] is None
-      and normalization is not None
-      and _kind(normalization) == 'batch'
-  )
-
-
-def _ours(case, settings, group_ids):
-  """Our advantages and mask in AReaL's layout, rolled left by one."""
-  inputs = case.inputs
-  lengths = inputs['attention_mask'].sum(axis=1)
-  masks = [m[:n] for m, n in zip(inputs['loss_mask'], lengths)]
-  rows = advantages.token_advantages(
-      settings, inputs['rewards'], group_ids, masks
-  )
-  padded = np.zeros(inputs['loss_mask'].shape, np.float32)
+def _padded(case, rows) -> np.ndarray:
+  """Rows of ours in AReaL's layout, rolled left by one."""
+  padded = np.zeros(case.inputs['loss_mask'].shape, np.float32)
   for row, values in zip(padded, rows):
     row[: len(values)] = values
   return np.roll(padded, -1, axis=1)
 
 
-def _ends_sampled(case) -> np.ndarray:
-  """Rows whose last token was sampled; elsewhere AReaL loses the reward."""
-  lengths = case.inputs['attention_mask'].sum(axis=1)
-  return case.inputs['loss_mask'][np.arange(len(lengths)), lengths - 1] > 0
+def _unrolled(case, x) -> list[np.ndarray]:
+  """What AReaL has aligned to predictions, as our unshifted rows."""
+  return [row[:n] for row, n in zip(np.roll(x, 1, axis=1), _lengths(case))]
 
 
-@cases.matching(
-    'areal/advantages.npz',
-    'PPOActor._compute_advantages',
-    when=_is_sequence_level,
-)
-def test_advantages_of_sequences_are_those_of_areal(case):
-  normalization = case.args['reward_norm']
-  kind = _kind(normalization)
-  result = _ours(
-      case,
-      _settings(case, kind, normalization),
-      _groups(normalization, len(case.inputs['rewards'])),
-  )
-  compared = (case.outputs['loss_mask'] > 0) & _ends_sampled(case)[:, None]
-  assert compared.any()
-  np.testing.assert_allclose(
-      result[compared], case.outputs['advantages'][compared], **_CLOSE
-  )
+def _comparable_rows(case) -> np.ndarray:
+  """Rows of which AReaL computes what it says.
 
-
-@cases.matching(
-    'areal/advantages.npz',
-    'PPOActor._compute_advantages',
-    when=lambda case: _is_critic_free_gae(case) and _ends_sampled(case).all(),
-)
-def test_the_papers_advantages_are_those_of_areal(case):
-  settings = _settings(
-      case,
-      'gae',
-      case.args['adv_norm'],
-      gamma=case.args['discount'],
-      lam=case.args['gae_lambda'],
-  )
-  result = _ours(case, settings, np.arange(len(case.inputs['rewards'])))
-  mask = case.outputs['loss_mask'] > 0
-  np.testing.assert_allclose(
-      result[mask], case.outputs['advantages'][mask], **_CLOSE
-  )
-
-
-@cases.matching(
-    'areal/advantages.npz',
-    'PPOActor._compute_advantages',
-    when=lambda case: case.args['adv_norm'] is None,
-)
-def test_gae_is_that_of_areal(case):
-  """From its token rewards, with a critic or without.
-
-  A row as long as the padded width counts as cut off there and takes the value
-  at its end as what follows; ours has no such bootstrap.
+  It puts the reward at the last position of a row. Where that was not sampled
+  (the answer ends in a tool's output) its recursion passes over the reward, and
+  the row learns nothing; ours stands at the last sampled token. A row as long
+  as the padded width counts as cut off there: it takes the value behind its end
+  as what follows, and loses its reward with mask_no_eos_with_zero.
   """
+  inputs, args = case.inputs, case.args
+  lengths, masks = _lengths(case), inputs['loss_mask'] > 0
+  rows = np.arange(len(lengths))
+  comparable = masks[rows, lengths - 1] | ~masks.any(axis=1)
+  if 'values' in inputs or args['mask_no_eos_with_zero']:
+    comparable &= lengths < masks.shape[1]
+  return comparable
+
+
+def _settings(case) -> AdvantageSettings:
+  args = case.args
+  penalty = LengthPenalty()
+  if args['overlong_reward_penalty']:
+    penalty = LengthPenalty(
+        args['max_new_tokens'],
+        args['overlong_tokens'],
+        args['overlong_penalty_factor'],
+    )
+  return AdvantageSettings(
+      reward_scale=args['reward_scaling'],
+      reward_bias=args['reward_bias'],
+      reward_clip=args['reward_clip'],
+      length_penalty=penalty,
+      sequences=_normalization(args['reward_norm']),
+      gamma=args['discount'],
+      lam=args['gae_lambda'],
+      critic='values' in case.inputs,
+      kl_coefficient=args['kl_ctl'],
+      kl_kind=args['kl_estimator'],
+      tokens=_normalization(args['adv_norm']),
+  )
+
+
+def _group_ids(case) -> np.ndarray:
+  """Of the one normalisation that looks at groups."""
+  sequences = len(case.inputs['rewards'])
+  for name in ('reward_norm', 'adv_norm'):
+    args = case.args[name]
+    if args and 'group' in (args['mean_level'], args['std_level']):
+      return _groups(args, sequences)
+  return np.arange(sequences)
+
+
+def _kl_rewards(case, settings):
+  """Those of each token, which equal AReaL's where it has a prediction."""
   inputs, outputs = case.inputs, case.outputs
-  mask, rewards = outputs['loss_mask'], outputs['tot_rewards']
-  values = inputs.get('values', np.zeros_like(rewards))
-  result, returns = advantages.gae(
-      rewards,
-      values,
-      mask,
-      inputs['attention_mask'],
-      gamma=case.args['discount'],
-      lam=case.args['gae_lambda'],
+  reference = inputs.get('ref_logp', np.zeros(inputs['loss_mask'].shape))
+  rewards = advantages.kl_rewards(
+      settings,
+      _unrolled(case, outputs['logprobs']),
+      _unrolled(case, reference),
+      [m[:n] for m, n in zip(inputs['loss_mask'], _lengths(case))],
   )
-  compared = mask > 0
-  if 'values' in inputs:
-    whole = inputs['attention_mask'].sum(axis=1) < mask.shape[1]
-    compared &= whole[:, None]
-  assert compared.any()
+  sampled = outputs['loss_mask'] > 0
   np.testing.assert_allclose(
-      np.asarray(result)[compared], outputs['advantages'][compared], **_CLOSE
+      _padded(case, rewards)[sampled], outputs['kl_rewards'][sampled], **_CLOSE
   )
+  return rewards
+
+
+@cases.matching('areal/advantages.npz', 'PPOActor._compute_advantages')
+def test_advantages_are_those_of_areal(case):
+  inputs, outputs = case.inputs, case.outputs
+  settings, args = _settings(case), case.args
+  masks = [m[:n] for m, n in zip(inputs['loss_mask'], _lengths(case))]
+  values = None
+  if settings.critic:
+    values = _unrolled(case, inputs['values'])
+  rows = _comparable_rows(case)
+  assert rows.any()
+  result = advantages.token_advantages(
+      settings,
+      inputs['rewards'],
+      _group_ids(case),
+      masks,
+      values=values,
+      token_rewards=_kl_rewards(case, settings),
+  )
+  compared = (outputs['loss_mask'] > 0) & rows[:, None]
   np.testing.assert_allclose(
-      np.asarray(returns)[compared], outputs['returns'][compared], **_CLOSE
+      _padded(case, result.returns)[compared],
+      outputs['returns'][compared],
+      **_CLOSE,
+  )
+  if args['adv_norm'] is not None and not rows.all():
+    # A row that differs moves every other one: from AReaL's own returns on.
+    raw = outputs['returns'] - inputs.get('values', 0)
+    advantage = advantages.normalize_tokens(
+        raw, _group_ids(case), outputs['loss_mask'], settings.tokens
+    )
+    compared = outputs['loss_mask'] > 0
+    ours = np.stack(advantage)
+  else:
+    ours = _padded(case, result.advantages)
+  np.testing.assert_allclose(
+      ours[compared], outputs['advantages'][compared], **_CLOSE
   )
 
 
@@ -229,15 +259,25 @@ def _singletons(index) -> np.ndarray:
   return sizes[group] == 1
 
 
-def _compare_groups(case, settings):
-  """All rows but those of groups of one, which are 0 with us."""
+def _token_advantages(case, settings, **more):
   inputs = case.inputs
-  rewards = inputs['token_level_rewards'].sum(axis=1)
-  rows = advantages.token_advantages(
-      settings, rewards, inputs['index'], inputs['response_mask']
+  return advantages.token_advantages(
+      settings,
+      inputs['token_level_rewards'].sum(axis=1),
+      inputs.get('index', np.arange(len(inputs['response_mask']))),
+      inputs['response_mask'],
+      **more,
   )
-  alone = _singletons(inputs['index'])
-  result, expected = np.stack(rows), case.outputs['advantages']
+
+
+def _compare_groups(case, sequences):
+  """All rows but those of groups of one, which are 0 with us."""
+  settings = AdvantageSettings(sequences=sequences)
+  result = np.stack(_token_advantages(case, settings).advantages)
+  alone, expected = (
+      _singletons(case.inputs['index']),
+      case.outputs['advantages'],
+  )
   np.testing.assert_allclose(result[~alone], expected[~alone], **_CLOSE)
   np.testing.assert_array_equal(result[alone], 0)
 
@@ -248,9 +288,9 @@ def _compare_groups(case, settings):
     'compute_grpo_vectorized_outcome_advantage',
 )
 def test_group_normalised_advantages_are_those_of_verl(case):
-  std = case.args['norm_adv_by_std_in_grpo']
+  std = 'group' if case.args['norm_adv_by_std_in_grpo'] else 'none'
   epsilon = case.args.get('epsilon', 1e-6)
-  _compare_groups(case, AdvantageSettings('group', std=std, epsilon=epsilon))
+  _compare_groups(case, Normalization('group', std, epsilon=epsilon))
 
 
 @cases.matching(
@@ -259,43 +299,56 @@ def test_group_normalised_advantages_are_those_of_verl(case):
     'compute_rloo_vectorized_outcome_advantage',
 )
 def test_leave_one_out_advantages_are_those_of_verl(case):
-  _compare_groups(case, AdvantageSettings('leave_one_out', std=False))
+  _compare_groups(case, Normalization('group', leave_one_out=True))
 
 
-def _whitened(case, rows):
-  """verl adds 1e-8 to the variance, which is far below the tolerance."""
-  return np.stack(
-      advantages.token_normalized(
-          rows, case.inputs['response_mask'], epsilon=0.0
-      )
+# verl adds 1e-8 to the variance, which is far below the tolerance.
+_WHITENED = Normalization('batch', 'batch', epsilon=0.0)
+
+
+def _rewards_of_tokens(case, settings, **more):
+  """verl's rewards stand at tokens, and those of sequences are 0."""
+  inputs = case.inputs
+  return advantages.token_advantages(
+      settings,
+      np.zeros(len(inputs['response_mask'])),
+      np.arange(len(inputs['response_mask'])),
+      inputs['response_mask'],
+      token_rewards=inputs['token_level_rewards'],
+      **more,
   )
-
-
-def _gae(case, values, gamma, lam):
-  """verl's rows are answers alone, padding included in the segment."""
-  mask = case.inputs['response_mask']
-  return [
-      np.asarray(x)
-      for x in advantages.gae(
-          case.inputs['token_level_rewards'],
-          values,
-          mask,
-          np.ones(mask.shape, np.int32),
-          gamma=gamma,
-          lam=lam,
-      )
-  ]
 
 
 @cases.matching('verl/advantages.npz', 'compute_gae_advantage_return')
 def test_gae_is_that_of_verl(case):
-  result, returns = _gae(
-      case, case.inputs['values'], case.args['gamma'], case.args['lam']
+  """On the host as a whole, and on the device before whitening."""
+  inputs, outputs, args = case.inputs, case.outputs, case.args
+  mask = inputs['response_mask'] > 0
+  settings = AdvantageSettings(
+      sequences=_NOTHING,
+      gamma=args['gamma'],
+      lam=args['lam'],
+      critic=True,
+      tokens=_WHITENED,
   )
-  mask, outputs = case.inputs['response_mask'] > 0, case.outputs
-  np.testing.assert_allclose(returns[mask], outputs['returns'][mask], **_CLOSE)
+  result = _rewards_of_tokens(case, settings, values=inputs['values'])
+  for ours, name in (
+      (result.returns, 'returns'),
+      (result.advantages, 'advantages'),
+  ):
+    np.testing.assert_allclose(
+        np.stack(ours)[mask], outputs[name][mask], **_CLOSE
+    )
+  _, returns = advantages.gae(
+      inputs['token_level_rewards'],
+      inputs['values'],
+      mask,
+      np.ones(mask.shape, np.int32),
+      gamma=args['gamma'],
+      lam=args['lam'],
+  )
   np.testing.assert_allclose(
-      _whitened(case, result)[mask], outputs['advantages'][mask], **_CLOSE
+      np.asarray(returns)[mask], outputs['returns'][mask], **_CLOSE
   )
 
 
@@ -303,38 +356,71 @@ def test_gae_is_that_of_verl(case):
     'verl/advantages.npz', 'compute_reinforce_plus_plus_outcome_advantage'
 )
 def test_reinforce_plus_plus_is_gae_without_values(case):
-  result, _ = _gae(case, 0.0, case.args['config']['gamma'], 1.0)
+  settings = AdvantageSettings(
+      sequences=_NOTHING, gamma=case.args['config']['gamma'], tokens=_WHITENED
+  )
+  result = _rewards_of_tokens(case, settings)
   np.testing.assert_allclose(
-      _whitened(case, result), case.outputs['advantages'], **_CLOSE
+      np.stack(result.advantages), case.outputs['advantages'], **_CLOSE
   )
 
 
 @cases.matching(
     'verl/advantages.npz',
     'compute_reinforce_plus_plus_baseline_outcome_advantage',
-    # A group of one keeps its score there, which moves every other value.
-    when=lambda case: not _singletons(case.inputs['index']).any(),
 )
 def test_reinforce_plus_plus_baseline_is_group_mean_then_tokens(case):
-  inputs = case.inputs
-  rows = advantages.token_advantages(
-      AdvantageSettings('group', std=False),
-      inputs['token_level_rewards'].sum(axis=1),
-      inputs['index'],
-      inputs['response_mask'],
+  """A group of one keeps its score there, which moves every other value.
+
+  Such a case is compared from its centred scores on.
+  """
+  inputs, index = case.inputs, case.inputs['index']
+  alone = _singletons(index)
+  settings = AdvantageSettings(
+      sequences=Normalization('group'), tokens=_WHITENED
   )
+  result = _token_advantages(case, settings).advantages
+  if alone.any():
+    scores = inputs['token_level_rewards'].sum(axis=1)
+    centred = advantages.normalize(scores, index, settings.sequences)
+    np.testing.assert_array_equal(centred[alone], 0)
+    centred[alone] = scores[alone]
+    mask = inputs['response_mask']
+    result = advantages.normalize_tokens(
+        centred[:, None] * mask, index, mask, _WHITENED
+    )
   np.testing.assert_allclose(
-      _whitened(case, rows), case.outputs['advantages'], **_CLOSE
+      np.stack(result), case.outputs['advantages'], **_CLOSE
   )
 
 
 @cases.matching('verl/misc.npz', 'masked_whiten')
 def test_normalisation_of_tokens_is_whitening_in_verl(case):
   values, mask = case.inputs['values'], case.inputs['mask']
-  result = np.stack(advantages.token_normalized(values, mask, epsilon=0.0))
+  result = np.stack(
+      advantages.normalize_tokens(
+          values, np.arange(len(values)), mask, _WHITENED
+      )
+  )
   if not case.args['shift_mean']:
     result = result + values[mask > 0].mean()
   counts = mask > 0
   np.testing.assert_allclose(
       result[counts], case.outputs['y'][counts], **_CLOSE
+  )
+
+
+@cases.matching('verl/misc.npz', 'compute_rewards')
+def test_kl_in_the_reward_is_that_of_verl(case):
+  inputs = case.inputs
+  scores = inputs['token_level_scores']
+  settings = AdvantageSettings(kl_coefficient=case.args['kl_ratio'])
+  penalty = advantages.kl_rewards(
+      settings,
+      inputs['old_log_prob'],
+      inputs['ref_log_prob'],
+      np.ones(scores.shape),
+  )
+  np.testing.assert_allclose(
+      scores + np.stack(penalty), case.outputs['rewards'], **_CLOSE
   )

@@ -1,168 +1,591 @@
 """Losses, KL estimators and log-probs against AReaL's and verl's own outputs.
 
-Where a peer has what our loss gets by its arguments (a rejection mask, an
-external weight, a way of aggregating), the test hands it in that way.
+Every case, padded [B, T] or packed [N], is laid into one row with segment ids
+and with NaN wherever its mask is 0: our rows are packed, and what is masked
+must not matter. Where a peer hands in what ours computes (a weight, a mask), or
+the other way round, the test translates.
 """
+
+import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.losses import kl, logprobs, policy
-from areal_jax.losses.policy import PolicyLoss
+from areal_jax.losses import aggregation, kl, logprobs, policy, value
+from areal_jax.losses.policy import PolicyLoss, WeightRule
+from areal_jax.losses.value import ValueLoss
 from tests.golden import cases
 
 _CLOSE = dict(rtol=1e-5, atol=1e-6)
 
+# Functions of the peers that ours have not, and why.
+NOT_HAD = {
+    'compute_policy_loss_clip_cov': (
+        'draws tokens at random by a covariance over whatever part of the batch'
+        ' is at hand, so its loss depends on the cut'
+    ),
+    'compute_policy_loss_kl_cov': (
+        'picks tokens by a covariance over whatever part of the batch is at'
+        ' hand, so its loss depends on the cut'
+    ),
+    'AdaptiveKLController.update': (
+        'a coefficient that changes over a run is a state, and here settings'
+        ' are frozen'
+    ),
+}
 
-def _value_and_grad(logps, proximal, behavior, advantages, mask, **more):
-  """Loss, statistics and gradient; a packed [N] is a row of N tokens."""
-  rows = [
-      np.atleast_2d(x) for x in (logps, proximal, behavior, advantages, mask)
-  ]
+
+@dataclasses.dataclass
+class _Row:
+  """A case in one row: [1, W] arrays, and how to bring results back."""
+
+  mask: np.ndarray
+  segment_ids: np.ndarray
+  place: np.ndarray  # of each position of the case in the row
+  shape: tuple[int, ...]
+
+  def lay(self, x: np.ndarray) -> np.ndarray:
+    """An array of the case as a row, NaN where masked."""
+    row = np.full(self.mask.shape, np.nan, np.float32)
+    row[0, self.place] = np.ravel(x)
+    return np.where(self.mask > 0, row, np.nan)
+
+  def back(self, row) -> np.ndarray:
+    return np.asarray(row)[0, self.place].reshape(self.shape)
+
+
+def _row(mask: np.ndarray, ends=None) -> _Row:
+  """The row of a case: padded rows one behind another, or packed already.
+
+  A power of two wide, so that few shapes are compiled.
+  """
+  mask = np.asarray(mask)
+  width = max(256, 1 << math.ceil(math.log2(mask.size)))
+  place = np.arange(mask.size)
+  row = np.zeros((1, width), np.float32)
+  row[0, place] = np.ravel(mask)
+  segment_ids = np.zeros((1, width), np.int32)
+  if mask.ndim == 2:
+    segment_ids[0, place] = 1 + place // mask.shape[1]
+  elif ends is not None:
+    segment_ids[0, place] = np.searchsorted(ends[1:], place, side='right') + 1
+  else:  # levels of tokens only: all one sequence
+    segment_ids[0, place] = 1
+  return _Row(row, segment_ids, place, mask.shape)
+
+
+def _value_and_grad(row, settings, logps, proximal, behavior, advantages,
+                    denominator, **more):  # fmt: skip
+  """Loss, statistics and gradient; arrays of the case in, one gradient out."""
 
   def loss(logps):
-    return policy.decoupled_ppo_loss(logps, *rows[1:], **more)
+    return policy.policy_loss(
+        logps,
+        row.lay(proximal),
+        row.lay(behavior),
+        row.lay(advantages),
+        row.mask,
+        denominator=denominator,
+        settings=settings,
+        segment_ids=row.segment_ids,
+        **more,
+    )
 
-  step = jax.jit(jax.value_and_grad(loss, has_aux=True))
-  (value, stats), gradient = step(rows[0])
-  return value, stats, np.reshape(gradient, np.shape(logps))
-
-
-def _has_areal_features(case) -> bool:
-  """Token ratios; no dual clip; a bounded ratio of tokens, if anything."""
-  known = {'eps_clip', 'eps_clip_higher', 'rejection_sampling'}
-  rejection = case.args.get('rejection_sampling')
-  if not set(case.args) <= known:
-    return False
-  if rejection is None:
-    return True
-  clamps_from_below = rejection['action'] == 'clamp' and 'lower' in rejection
-  return (
-      rejection['level'] == 'token'
-      and rejection['metric'] == 'ratio'
-      and not clamps_from_below
+  # Eagerly: with settings of its own each case would be compiled by itself.
+  gradient, stats, total = None, None, None
+  (total, stats), gradient = jax.value_and_grad(loss, has_aux=True)(
+      jnp.asarray(row.lay(logps))
   )
+  return total, stats, row.back(gradient)
 
 
-@cases.matching(
-    'areal/actor_loss.npz', 'ppo_actor_loss_fn', when=_has_areal_features
-)
+# AReaL
+
+_METRICS = dict(ratio='ratio', kl_k1='k1', kl_k2='k2', kl_k3='k3_reversed')
+
+
+def _areal_settings(args) -> PolicyLoss:
+  settings = PolicyLoss(
+      clip=args['eps_clip'],
+      clip_high=args.get('eps_clip_higher'),
+      dual_clip=args.get('c_clip'),
+      ratio_level=args.get('importance_sampling_level', 'token'),
+      # Without rejection AReaL applies no behavior weight at all.
+      weight_level='none',
+  )
+  rejection = args.get('rejection_sampling')
+  if rejection is None:
+    return settings
+  of_sequence = rejection['level'] == 'sequence'
+  of_sequence = of_sequence and rejection['metric'] == 'ratio'
+  settings.weight_level = 'sequence_mean' if of_sequence else 'token'
+  settings.weight_rules = (
+      WeightRule(
+          level=rejection['level'],
+          action=rejection['action'],
+          metric=_METRICS[rejection['metric']],
+          aggregation=rejection.get('agg', 'mean'),
+          lower=rejection.get('lower'),
+          upper=rejection['upper'],
+      ),
+  )
+  return settings
+
+
+@cases.matching('areal/actor_loss.npz', 'ppo_actor_loss_fn')
 def test_decoupled_loss_is_that_of_areal(case):
   inputs, outputs = case.inputs, case.outputs
-  proximal, behavior = inputs['proximal_logprobs'], inputs['old_logprobs']
   mask = inputs['loss_mask']
-  # The denominator counts the tokens before any is rejected.
-  denominator = float(mask.sum())
-  settings = PolicyLoss(
-      clip=case.args['eps_clip'],
-      clip_high=case.args.get('eps_clip_higher'),
-  )
-  rejection = case.args.get('rejection_sampling')
-  if rejection is None:
-    # Without rejection AReaL applies no behavior weight at all: as if the
-    # proximal weights had sampled the tokens.
-    behavior = proximal
-  elif rejection['action'] == 'clamp':
-    settings.importance_cap = rejection['upper']
-  else:
-    ratio = np.exp(proximal - behavior)
-    inside = ratio <= rejection['upper']
-    if 'lower' in rejection:
-      inside &= ratio >= rejection['lower']
-    mask = mask & inside
-
-  value, stats, gradient = _value_and_grad(
+  row = _row(mask, inputs.get('cu_seqlens'))
+  total, stats, gradient = _value_and_grad(
+      row,
+      _areal_settings(case.args),
       inputs['logprobs'],
-      proximal,
-      behavior,
+      inputs['proximal_logprobs'],
+      inputs['old_logprobs'],
       inputs['advantages'],
-      mask,
-      denominator=denominator,
-      settings=settings,
+      # The denominator counts the tokens before any is rejected.
+      float(mask.sum()),
   )
-  np.testing.assert_allclose(value, outputs['loss_value'], **_CLOSE)
+  np.testing.assert_allclose(total, outputs['loss_value'], **_CLOSE)
   np.testing.assert_allclose(gradient, outputs['grad_logprobs'], **_CLOSE)
-  clipped = outputs['stat_clip_mask'] & mask
-  assert stats['clipped_sum'] == clipped.sum()
+  kept = outputs.get('stat_behave_mask', mask)
+  assert stats['tokens_sum'] - stats['rejected_sum'] == kept.sum()
+  assert stats['clipped_sum'] == (outputs['stat_clip_mask'] & kept).sum()
+  assert (
+      stats['dual_clipped_sum'] == (outputs['stat_dual_clip_mask'] & kept).sum()
+  )
   np.testing.assert_allclose(
       stats['ratio_sum'],
       outputs['stat_importance_weight'][mask].sum(),
       **_CLOSE,
   )
-  if rejection is not None:
-    assert stats['tokens_sum'] == outputs['stat_behave_mask'].sum()
+  if 'stat_behave_imp_weight' in outputs:
     np.testing.assert_allclose(
         stats['importance_weight_sum'],
-        outputs['stat_behave_imp_weight'][mask].sum(),
+        outputs['stat_behave_imp_weight'][kept].sum(),
         **_CLOSE,
     )
 
 
-def _sequences_of(mask) -> int:
-  """Rows with at least one token."""
-  return int((mask.sum(axis=1) > 0).sum())
+@cases.matching('areal/actor_extras.npz', 'sapo_loss_fn')
+def test_gated_loss_is_that_of_areal(case):
+  inputs, outputs = case.inputs, case.outputs
+  mask, old = inputs['loss_mask'], inputs['old_logprobs']
+  total, _, gradient = _value_and_grad(
+      _row(mask, inputs.get('cu_seqlens')),
+      PolicyLoss(
+          objective='gate',
+          gate_positive=case.args['tau_pos'],
+          gate_negative=case.args['tau_neg'],
+          ratio_level=case.args.get('importance_sampling_level', 'token'),
+          weight_level='none',
+      ),
+      inputs['logprobs'],
+      old,
+      old,
+      inputs['advantages'],
+      float(mask.sum()),
+  )
+  np.testing.assert_allclose(total, outputs['loss_value'], **_CLOSE)
+  np.testing.assert_allclose(gradient, outputs['grad_logprobs'], **_CLOSE)
 
 
-def _verl_denominator(case) -> float:
-  """What verl's aggregation divides the sum over tokens by."""
-  mask = case.inputs['response_mask']
-  batch = case.args['config'].get('global_batch_info', {})
-  shards = batch.get('dp_size', 1)
-  mode = case.args['loss_agg_mode']
-  if mode == 'token-mean':
-    return (batch.get('batch_num_tokens') or mask.sum()) / shards
+@cases.matching('areal/actor_extras.npz', '_apply_m2po_masking')
+def test_second_moment_mask_is_that_of_areal(case):
+  inputs = case.inputs
+  kept = policy.second_moment_keep(
+      inputs['proximal_logprobs'],
+      inputs['old_logprobs'],
+      inputs['loss_mask'],
+      threshold=case.args['m2_threshold'],
+  )
+  np.testing.assert_array_equal(kept > 0, case.outputs['loss_mask'] > 0)
+
+
+@cases.matching('areal/actor_extras.npz', 'compute_prox_logp_approximations')
+def test_proximal_approximations_are_those_of_areal(case):
+  inputs = case.inputs
+  versions = inputs['versions']
+  # A token without a version has no age to go by.
+  ages = np.where(versions >= 0, case.args['current_version'] - versions, 0)
+  names = dict(loglinear='loglinear', linear='linear', rollout='behavior')
+  for name, expected in case.outputs.items():
+    result = policy.approximate_proximal(
+        names[name], inputs['logprobs'], inputs['old_logp'], ages
+    )
+    np.testing.assert_allclose(result, expected, **_CLOSE)
+
+
+@cases.matching('areal/critic_loss.npz', 'ppo_critic_loss_fn')
+def test_value_loss_is_that_of_areal(case):
+  inputs, outputs = case.inputs, case.outputs
+  mask = inputs.get('loss_mask', np.ones(inputs['value'].shape, bool))
+  row = _row(mask)
+
+  def loss(values):
+    return value.value_loss(
+        values,
+        row.lay(inputs['old_value']),
+        row.lay(inputs['target_value']),
+        row.mask,
+        denominator=float(mask.sum()),
+        settings=ValueLoss(
+            clip=case.args['value_eps_clip'],
+            kind=dict(mse='squared', huber='huber')[case.args['loss_fn_type']],
+        ),
+    )
+
+  (total, stats), gradient = jax.value_and_grad(loss, has_aux=True)(
+      jnp.asarray(row.lay(inputs['value']))
+  )
+  np.testing.assert_allclose(total, outputs['loss_value'], **_CLOSE)
+  np.testing.assert_allclose(
+      row.back(gradient), outputs['grad_value'], **_CLOSE
+  )
+  assert stats['value_clipped_sum'] == outputs['stat_clip_mask'].sum()
+
+
+# verl
+
+_KINDS = {
+    'token-mean': 'token_mean',
+    'token-sum': 'token_mean',  # over a denominator of 1
+    'seq-mean-token-sum': 'sequence_mean_of_sums',
+    'seq-mean-token-mean': 'sequence_mean_of_means',
+    'seq-mean-token-sum-norm': 'constant',
+}
+
+
+def _denominator(mode: str, mask, info=None) -> float:
+  """What verl's aggregation divides by; `info` is about its global batch."""
+  info = info or {}
+  shards = info.get('dp_size', 1)
   if mode == 'token-sum':
     return 1 / shards
-  sequences = batch.get('global_batch_size') or _sequences_of(mask)
-  if mode == 'seq-mean-token-sum':
-    return sequences / shards
-  width = batch.get('loss_scale_factor') or mask.shape[1]
-  return sequences * width / shards
+  length = info.get('loss_scale_factor') or mask.shape[1]
+  whole = aggregation.denominator(_KINDS[mode], list(mask), length)
+  if mode == 'token-mean':
+    whole = info.get('batch_num_tokens') or whole
+  elif info.get('global_batch_size'):
+    whole = info['global_batch_size']
+    whole *= length if mode == 'seq-mean-token-sum-norm' else 1
+  return whole / shards
+
+
+def _verl_clips(config) -> dict[str, float]:
+  clips = {}
+  for ours, theirs in (('clip', 'low'), ('clip_high', 'high')):
+    bound = config.get(f'clip_ratio_{theirs}', 0.2)
+    clips[ours] = config['clip_ratio'] if bound is None else bound
+  return clips
+
+
+def _compare(case, settings, mode, *, proximal=None, behavior=None, kept=None,
+             mask=None, denominator=None):  # fmt: skip
+  """A case of verl: value and gradient; returns our statistics."""
+  inputs, outputs = case.inputs, case.outputs
+  old = inputs['old_log_prob']
+  mask = inputs['response_mask'] if mask is None else mask
+  if denominator is None:
+    info = case.args['config'].get('global_batch_info')
+    denominator = _denominator(mode, mask, info)
+  settings.aggregation = _KINDS[mode]
+  row = _row(mask)
+  more = {} if kept is None else {'kept': np.nan_to_num(row.lay(kept))}
+  total, stats, gradient = _value_and_grad(
+      row,
+      settings,
+      inputs['log_prob'],
+      old if proximal is None else proximal,
+      old if behavior is None else behavior,
+      inputs['advantages'],
+      denominator,
+      **more,
+  )
+  np.testing.assert_allclose(total, outputs['loss_value'], **_CLOSE)
+  np.testing.assert_allclose(gradient, outputs['grad_log_prob'], **_CLOSE)
+  return stats, mask.sum()
+
+
+def _given_weights(case) -> dict[str, np.ndarray]:
+  """verl hands weights in: the behavior policy and the tokens that have them.
+
+  A weight of 0 stands for a rejected token.
+  """
+  weights = case.inputs.get('rollout_is_weights')
+  if weights is None:
+    return {}
+  safe = np.where(weights > 0, weights, 1)
+  behavior = case.inputs['old_log_prob'] - np.log(safe)
+  return dict(behavior=behavior, kept=(weights > 0).astype(np.float32))
+
+
+@cases.matching('verl/policy_losses.npz', 'compute_policy_loss_vanilla')
+def test_clipped_loss_is_that_of_verl(case):
+  config = case.args['config']
+  stats, tokens = _compare(
+      case,
+      PolicyLoss(
+          dual_clip=config.get('clip_ratio_c', 3.0), **_verl_clips(config)
+      ),
+      case.args['loss_agg_mode'],
+      **_given_weights(case),
+  )
+  if 'rollout_is_weights' not in case.inputs:
+    for ours, theirs in (
+        ('clipped_sum', 'actor/pg_clipfrac'),
+        ('dual_clipped_sum', 'actor/pg_clipfrac_lower'),
+    ):
+      np.testing.assert_allclose(
+          stats[ours] / tokens, case.scalars[theirs], **_CLOSE
+      )
+
+
+@cases.matching('verl/policy_losses.npz', 'compute_policy_loss_gspo')
+def test_loss_of_sequence_ratios_is_that_of_verl(case):
+  """verl's is always a mean of means, and has each token's own advantage."""
+  settings = PolicyLoss(
+      ratio_level='sequence_token', **_verl_clips(case.args['config'])
+  )
+  _compare(case, settings, 'seq-mean-token-mean', **_given_weights(case))
+
+
+@cases.matching('verl/policy_losses.npz', 'compute_policy_loss_sapo')
+def test_gated_loss_is_that_of_verl(case):
+  config = case.args['config']
+  settings = PolicyLoss(
+      objective='gate',
+      gate_positive=config.get('tau_pos', 1.0),
+      gate_negative=config.get('tau_neg', 1.05),
+  )
+  _compare(case, settings, 'seq-mean-token-mean', **_given_weights(case))
+
+
+@cases.matching('verl/policy_losses.npz', 'compute_policy_loss_gpg')
+def test_loss_without_a_ratio_is_that_of_verl(case):
+  settings = PolicyLoss(objective='reinforce')
+  mode = case.args['loss_agg_mode']
+  _compare(case, settings, mode, **_given_weights(case))
+
+
+@cases.matching('verl/policy_losses.npz', 'compute_policy_loss_cispo')
+def test_loss_of_clipped_weights_is_that_of_verl(case):
+  settings = PolicyLoss(objective='cispo', **_verl_clips(case.args['config']))
+  mode = case.args['loss_agg_mode']
+  stats, tokens = _compare(case, settings, mode, **_given_weights(case))
+  if 'rollout_is_weights' not in case.inputs:
+    np.testing.assert_allclose(
+        stats['clipped_sum'] / tokens,
+        case.scalars['actor/pg_clipfrac'],
+        **_CLOSE,
+    )
+
+
+@cases.matching('verl/policy_losses.npz', 'compute_policy_loss_geo_mean')
+def test_loss_of_geometric_means_is_that_of_verl(case):
+  """verl counts rows without a token too."""
+  inputs = case.inputs
+  settings = PolicyLoss(
+      objective='geometric_mean',
+      weight_level='sequence_mean',
+      **_verl_clips(case.args['config']),
+  )
+  weights = inputs.get('rollout_is_weights', np.ones(1))
+  _compare(
+      case,
+      settings,
+      'seq-mean-token-mean',
+      behavior=inputs['old_log_prob'] - np.log(weights + 1e-10),
+      denominator=float(len(inputs['response_mask'])),
+  )
+
+
+# The importance weights of verl: one setting for the weight, any number of
+# rules to reject by.
+
+
+def _bounds(text) -> tuple[float | None, float]:
+  """'lo_hi' or one number."""
+  low, _, high = str(text).rpartition('_')
+  return (float(low) if low else None), float(high)
+
+
+def _verl_weights(args) -> tuple[str, tuple[WeightRule, ...]]:
+  """Weight level and rules that make verl's rollout correction."""
+  rules, level = [], 'none'
+  weigh = args.get('rollout_is')
+  if weigh is not None:
+    level = 'token' if weigh == 'token' else 'sequence_sum'
+    low, high = _bounds(args.get('rollout_is_threshold', 2.0))
+    rules.append(
+        WeightRule(weigh, 'clamp' if low is None else 'mask', 'ratio', 'sum',
+                   low, high)
+    )  # fmt: skip
+  return level, tuple(rules)
+
+
+def _verl_rejections(args) -> tuple[WeightRule, ...]:
+  rules = []
+  options = args.get('rollout_rs')
+  thresholds = str(args.get('rollout_rs_threshold')).split(',')
+  for option, text in zip((options or '').split(','), thresholds):
+    if not options:
+      break
+    *scope, metric = option.strip().split('_')
+    low, high = _bounds(text)
+    if metric == 'k1':
+      # Their k1 is minus ours, and their bounds are those of exp(k1).
+      low = 1 / high if low is None else low
+      low, high = -math.log(high), -math.log(low)
+    level = 'token' if scope == ['token'] else 'sequence'
+    reduce = scope[1] if level == 'sequence' else 'mean'
+    rules.append(WeightRule(level, 'mask', metric, reduce, low, high))
+  return tuple(rules)
 
 
 @cases.matching(
-    'verl/policy_losses.npz',
-    'compute_policy_loss_vanilla',
-    when=lambda case: case.args['loss_agg_mode'] != 'seq-mean-token-mean',
+    'verl/rollout_correction.npz',
+    'compute_rollout_correction_and_rejection_mask',
 )
-def test_clipped_loss_is_that_of_verl(case):
-  """For every aggregation that divides a sum over tokens once.
+def test_weights_and_rejections_are_those_of_verl(case):
+  inputs, outputs, args = case.inputs, case.outputs, case.args
+  level, rules = _verl_weights(args)
+  row = _row(inputs['response_mask'])
 
-  verl bounds a loss by -A c where A < 0 (dual clip). Such a token is a constant
-  there: it is taken out of our mask, and its constant is added.
-  """
-  inputs, outputs, settings = case.inputs, case.outputs, case.args['config']
-  clips = {}
-  for name in ('clip_ratio_low', 'clip_ratio_high'):
-    value = settings.get(name, 0.2)
-    clips[name] = settings['clip_ratio'] if value is None else value
-  old, mask = inputs['old_log_prob'], inputs['response_mask']
-  advantages = inputs['advantages']
-  # π_old / π_rollout, from outside
-  weights = inputs.get('rollout_is_weights', np.ones_like(old))
-  bound = settings.get('clip_ratio_c', 3.0)
-  ratio = np.exp(inputs['log_prob'] - old)
-  bounded = (mask > 0) & (advantages < 0) & (ratio > bound)
-  denominator = _verl_denominator(case)
-  value, stats, gradient = _value_and_grad(
-      inputs['log_prob'],
-      old,
-      old - np.log(np.maximum(weights, 1e-9)),  # 0: rejected tokens
-      advantages,
-      mask * ~bounded,
-      denominator=denominator,
-      settings=PolicyLoss(clips['clip_ratio_low'], clips['clip_ratio_high']),
+  def weights(level, rules):
+    return policy.importance_weights(
+        row.lay(inputs['old_log_prob']),
+        row.lay(inputs['rollout_log_prob']),
+        row.mask,
+        row.segment_ids,
+        level=level,
+        rules=rules,
+    )
+
+  kept = weights('none', _verl_rejections(args)).kept
+  np.testing.assert_array_equal(
+      row.back(kept), outputs['modified_response_mask'] > 0
   )
-  constant = -(weights * advantages * bound)[bounded].sum() / denominator
-  np.testing.assert_allclose(value + constant, outputs['loss_value'], **_CLOSE)
-  np.testing.assert_allclose(gradient, outputs['grad_log_prob'], **_CLOSE)
+  if level != 'none':
+    result = weights(level, rules)
+    expected = outputs['rollout_is_weights']
+    weight = np.where(row.back(result.kept), row.back(result.weight), 0)
+    if args.get('rollout_is_batch_normalize'):
+      # Their weights divided by their mean, over the whole batch or what is at
+      # hand of it: ours are not, and are compared up to that factor.
+      weight *= expected.max() / weight.max()
+    np.testing.assert_allclose(weight, expected, **_CLOSE)
+
+
+@cases.matching('verl/policy_losses.npz', 'compute_policy_loss_bypass_mode')
+def test_losses_without_a_proximal_pass_are_those_of_verl(case):
+  """The ratio to the rollout's policy, weights and mask by that of π_θ."""
+  config, inputs = case.args['config'], case.inputs
+  args = config['policy_loss']['rollout_correction']
+  current, rollout = inputs['log_prob'], inputs['old_log_prob']
+  row = _row(inputs['response_mask'])
+  kept = policy.importance_weights(
+      row.lay(current),
+      row.lay(rollout),
+      row.mask,
+      row.segment_ids,
+      level='none',
+      rules=_verl_rejections(args),
+  ).kept
+  mask = row.back(kept).astype(np.float32)  # of which verl's means are
+  mode = case.args['loss_agg_mode']
+  if args['loss_type'] == 'ppo_clip':
+    settings = PolicyLoss(
+        dual_clip=config.get('clip_ratio_c', 3.0), **_verl_clips(config)
+    )
+    _compare(case, settings, mode, mask=mask)
+    return
+  level, rules = _verl_weights(args)
+  settings = PolicyLoss(
+      objective='reinforce', weight_level=level, weight_rules=rules
+  )
+  # The weight of a sequence is that of all its tokens, rejected or not.
+  _compare(
+      case,
+      settings,
+      mode,
+      proximal=current,
+      kept=mask,
+      denominator=_denominator(mode, mask),
+  )
+
+
+@cases.matching('verl/misc.npz', 'agg_loss')
+def test_aggregation_is_that_of_verl(case):
+  losses, mask = case.inputs['loss_mat'], case.inputs['loss_mask']
+  mode, row = case.args['loss_agg_mode'], _row(mask)
+
+  def total(losses):
+    shares = aggregation.shares(_KINDS[mode], row.mask, row.segment_ids)
+    return jnp.nansum(shares * losses) / _denominator(mode, mask, case.args)
+
+  result, gradient = jax.value_and_grad(total)(jnp.asarray(row.lay(losses)))
+  np.testing.assert_allclose(result, case.outputs['loss_value'], **_CLOSE)
   np.testing.assert_allclose(
-      stats['clipped_sum'] / mask.sum(),
-      case.scalars['actor/pg_clipfrac'],
-      **_CLOSE,
+      row.back(gradient), case.outputs['grad_loss_mat'], **_CLOSE
   )
 
+
+@cases.matching('verl/misc.npz', 'compute_value_loss')
+def test_value_loss_is_that_of_verl(case):
+  inputs, outputs = case.inputs, case.outputs
+  mask, mode = inputs['response_mask'], case.args['loss_agg_mode']
+  row = _row(mask)
+
+  def loss(values):
+    return value.value_loss(
+        values,
+        row.lay(inputs['values']),
+        row.lay(inputs['returns']),
+        row.mask,
+        denominator=_denominator(mode, mask),
+        settings=ValueLoss(
+            clip=case.args['cliprange_value'], aggregation=_KINDS[mode]
+        ),
+        segment_ids=row.segment_ids,
+    )
+
+  (total, stats), gradient = jax.value_and_grad(loss, has_aux=True)(
+      jnp.asarray(row.lay(inputs['vpreds']))
+  )
+  np.testing.assert_allclose(total, outputs['loss_value'], **_CLOSE)
+  np.testing.assert_allclose(
+      row.back(gradient), outputs['grad_vpreds'], **_CLOSE
+  )
+  np.testing.assert_allclose(
+      stats['value_clipped_sum'] / mask.sum(), outputs['vf_clipfrac'], **_CLOSE
+  )
+
+
+@cases.matching('verl/misc.npz', 'compute_entropy_loss')
+def test_entropy_term_is_that_of_verl(case):
+  """The coefficient's term of the loss, with nothing else in it."""
+  logits, mask = case.inputs['logits'], case.inputs['response_mask']
+  mode = case.args['loss_agg_mode']
+  _, entropy = _predicted(logits, np.zeros(mask.shape, np.int32), 1.0)
+  row, zero = _row(mask), np.zeros(mask.shape)
+  total, _, _ = _value_and_grad(
+      row,
+      PolicyLoss(entropy_coefficient=1.0, aggregation=_KINDS[mode]),
+      zero,
+      zero,
+      zero,
+      zero,
+      _denominator(mode, mask),
+      entropy=row.lay(entropy),
+  )
+  np.testing.assert_allclose(-total, case.outputs['entropy_loss'], **_CLOSE)
+
+
+# KL estimators
 
 _VERL_KINDS = dict(
     kl='k1', k1='k1', mse='k2', k2='k2', low_var_kl='k3', k3='k3'
@@ -208,6 +631,9 @@ def test_kl_estimators_are_those_of_areal(case):
   if case.args['apply_clamp']:
     estimates = jnp.clip(estimates, -10, 10)
   np.testing.assert_allclose(estimates, case.outputs['kl'], **_CLOSE)
+
+
+# Log-probs
 
 
 def _predicted(logits, labels, temperature):

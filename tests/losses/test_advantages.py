@@ -1,29 +1,46 @@
 """Advantages by hand, for uneven groups, and on host against device."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from areal_jax import config
 from areal_jax.losses import advantages
-from areal_jax.losses.advantages import AdvantageSettings
+from areal_jax.losses.advantages import (
+    AdvantageSettings,
+    LengthPenalty,
+    Normalization,
+)
 
 # Two groups, interleaved and uneven: 7 has rewards 0, 1, 2 and 3 has 5, 9.
 _REWARDS = np.array([0.0, 5.0, 1.0, 9.0, 2.0])
 _GROUPS = np.array([7, 3, 7, 3, 7])
 
 
-def test_group_normalized_by_hand():
+_GROUP = Normalization('group', 'group', epsilon=0.0)
+_MEAN = Normalization('group')
+_OTHERS = Normalization('group', leave_one_out=True)
+_BATCH = Normalization('batch', 'batch', epsilon=0.0)
+_PAPER = AdvantageSettings(sequences=Normalization(), tokens=_BATCH)
+
+
+def _normalize(settings, rewards=_REWARDS, groups=_GROUPS):
+  return advantages.normalize(rewards, groups, settings)
+
+
+def test_normalised_in_the_group_by_hand():
   # Means 1 and 7; unbiased std 1 and √8.
-  result = advantages.group_normalized(_REWARDS, _GROUPS, epsilon=0.0)
+  result = _normalize(_GROUP)
   expected = [-1.0, -2 / np.sqrt(8), 0.0, 2 / np.sqrt(8), 1.0]
   np.testing.assert_allclose(result, expected, rtol=1e-6)
   assert result.dtype == np.float32
 
 
 def test_biased_std_divides_by_the_count():
-  result = advantages.group_normalized(
-      _REWARDS, _GROUPS, unbiased=False, epsilon=0.0
+  result = _normalize(
+      Normalization('group', 'group', unbiased=False, epsilon=0.0)
   )
   deviation = np.sqrt(2 / 3)
   expected = [-1 / deviation, -1.0, 0.0, 1.0, 1 / deviation]
@@ -31,48 +48,59 @@ def test_biased_std_divides_by_the_count():
 
 
 def test_epsilon_is_added_to_the_std():
-  result = advantages.group_normalized(_REWARDS, _GROUPS, epsilon=1.0)
+  result = _normalize(Normalization('group', 'group', epsilon=1.0))
   np.testing.assert_allclose(result[[0, 4]], [-0.5, 0.5], rtol=1e-6)
 
 
 def test_without_std_only_the_mean_goes():
-  np.testing.assert_array_equal(
-      advantages.group_normalized(_REWARDS, _GROUPS, std=False),
-      [-1.0, -2.0, 0.0, 2.0, 1.0],
-  )
+  np.testing.assert_array_equal(_normalize(_MEAN), [-1.0, -2.0, 0.0, 2.0, 1.0])
 
 
-def test_batch_normalized_by_hand():
-  result = advantages.batch_normalized([1.0, 2.0, 3.0], epsilon=0.0)
+def test_normalised_in_the_batch_by_hand():
+  settings = Normalization('batch', 'batch', epsilon=0.0)
+  result = _normalize(settings, [1.0, 2.0, 3.0], [0, 1, 2])
   np.testing.assert_allclose(result, [-1.0, 0.0, 1.0], rtol=1e-6)
+
+
+def test_mean_of_the_group_and_std_of_the_batch_by_hand():
+  # Off the groups' means -1, -2, 0, 2, 1: squares add to 10, over 4.
+  result = _normalize(Normalization('group', 'batch', epsilon=0.0))
+  expected = np.array([-1.0, -2.0, 0.0, 2.0, 1.0]) / np.sqrt(2.5)
+  np.testing.assert_allclose(result, expected, rtol=1e-6)
+
+
+def test_std_without_a_mean_is_taken_around_zero():
+  # Squares 1 + 4 + 4, over 2.
+  settings = Normalization(std='batch', epsilon=0.0)
+  result = _normalize(settings, [1.0, 2.0, -2.0], [0, 0, 0])
+  expected = np.array([1.0, 2.0, -2.0]) / np.sqrt(4.5)
+  np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 def test_leave_one_out_by_hand():
   # Means of the others: (1 + 2)/2, 9, (0 + 2)/2, 5, (0 + 1)/2.
   np.testing.assert_array_equal(
-      advantages.leave_one_out(_REWARDS, _GROUPS), [-1.5, -4.0, 0.0, 4.0, 1.5]
+      _normalize(_OTHERS), [-1.5, -4.0, 0.0, 4.0, 1.5]
   )
 
 
-def _each_group_alone(function, rewards, group_ids):
+def _each_group_alone(settings, rewards, group_ids):
   """Slow plain version: every group is handed in by itself."""
   result = np.zeros(len(rewards), np.float32)
   for group in set(group_ids.tolist()):
     members = group_ids == group
-    result[members] = function(rewards[members], group_ids[members])
+    result[members] = _normalize(settings, rewards[members], group_ids[members])
   return result
 
 
-@pytest.mark.parametrize(
-    'function', [advantages.group_normalized, advantages.leave_one_out]
-)
-def test_other_groups_do_not_matter(function):
+@pytest.mark.parametrize('settings', [_GROUP, _MEAN, _OTHERS])
+def test_other_groups_do_not_matter(settings):
   random = np.random.default_rng(0)
   group_ids = random.integers(-3, 5, 40)
   rewards = random.normal(size=40)
   np.testing.assert_allclose(
-      function(rewards, group_ids),
-      _each_group_alone(function, rewards, group_ids),
+      _normalize(settings, rewards, group_ids),
+      _each_group_alone(settings, rewards, group_ids),
       rtol=1e-6,
   )
   # A failed member of one group leaves every other group as it was.
@@ -80,8 +108,8 @@ def test_other_groups_do_not_matter(function):
   others = group_ids != group_ids[lost]
   rest = np.delete(np.arange(40), lost)
   np.testing.assert_array_equal(
-      function(rewards[rest], group_ids[rest])[others[rest]],
-      function(rewards, group_ids)[others],
+      _normalize(settings, rewards[rest], group_ids[rest])[others[rest]],
+      _normalize(settings, rewards, group_ids)[others],
   )
 
 
@@ -94,10 +122,10 @@ def test_a_group_statistic_by_stride_is_caught():
 
   rewards = np.array([0.0, 0, 1, 1, 5, 5, 6, 6])
   group_ids = np.repeat([0, 1], 4)
-  full = advantages.group_normalized(rewards, group_ids, std=False)
+  full = _normalize(_MEAN, rewards, group_ids)
   np.testing.assert_array_equal(full, by_stride(rewards, 4))
   rewards, group_ids = np.delete(rewards, 0), np.delete(group_ids, 0)
-  uneven = advantages.group_normalized(rewards, group_ids, std=False)
+  uneven = _normalize(_MEAN, rewards, group_ids)
   np.testing.assert_array_equal(uneven[3:], full[4:])
   assert np.abs(by_stride(rewards, 4)[3:] - full[4:]).max() > 1
 
@@ -107,12 +135,10 @@ def test_a_group_statistic_by_stride_is_caught():
 def test_equal_rewards_give_exactly_zero(value, size):
   """Case A5: no rounding error of the mean divided by epsilon."""
   rewards, group_ids = np.full(size, value), np.zeros(size, int)
-  for result in (
-      advantages.group_normalized(rewards, group_ids, epsilon=0.0),
-      advantages.batch_normalized(rewards, epsilon=0.0),
-      advantages.leave_one_out(rewards, group_ids),
-      advantages.token_normalized([rewards], [np.ones(size)])[0],
-  ):
+  batch = Normalization('batch', 'batch', epsilon=0.0)
+  mixed = Normalization('group', 'batch', epsilon=0.0)
+  for settings in (_GROUP, _MEAN, _OTHERS, batch, mixed):
+    result = _normalize(settings, rewards, group_ids)
     np.testing.assert_array_equal(result, np.zeros(size))
 
 
@@ -133,72 +159,64 @@ def test_normalising_zero_or_one_token_is_finite(sampled):
   """Case A5: whitening over 0 or 1 valid token."""
   mask = np.array([0, sampled, 0])
   values = np.array([np.nan, 3.0, np.inf])
-  (result,) = advantages.token_normalized([values], [mask])
+  (result,) = advantages.normalize_tokens([values], [0], [mask], _BATCH)
   np.testing.assert_array_equal(result, np.zeros(3))
 
 
 def test_nothing_in_is_nothing_out():
-  assert advantages.group_normalized([], []).shape == (0,)
-  assert advantages.token_normalized([], []) == []
-  assert advantages.token_advantages(AdvantageSettings('gae'), [], [], []) == []
+  assert _normalize(_GROUP, [], []).shape == (0,)
+  assert advantages.normalize_tokens([], [], [], _BATCH) == []
+  empty = advantages.token_advantages(_PAPER, [], [], [])
+  assert empty.advantages == [] and empty.returns == []
 
 
 @pytest.mark.parametrize('bad', [np.nan, np.inf])
 def test_a_reward_that_is_not_finite_is_refused(bad):
   with pytest.raises(ValueError, match=r'rewards\[1\] is'):
-    advantages.group_normalized([0.0, bad], [0, 0])
+    _normalize(_GROUP, [0.0, bad], [0, 0])
 
 
 def test_group_ids_of_another_length_are_refused():
   with pytest.raises(ValueError, match=r'group_ids have shape \(1,\)'):
-    advantages.leave_one_out([0.0, 1.0], [0])
+    _normalize(_OTHERS, [0.0, 1.0], [0])
 
 
-# Dispatch.
-
-
-@pytest.mark.parametrize(
-    'settings, expected',
-    [
-        (
-            AdvantageSettings('group', epsilon=0.0),
-            advantages.group_normalized(_REWARDS, _GROUPS, epsilon=0.0),
-        ),
-        (
-            AdvantageSettings('batch', unbiased=False, epsilon=0.5),
-            advantages.batch_normalized(_REWARDS, unbiased=False, epsilon=0.5),
-        ),
-        (
-            AdvantageSettings('leave_one_out', std=False),
-            advantages.leave_one_out(_REWARDS, _GROUPS),
-        ),
-    ],
-    ids=lambda x: getattr(x, 'kind', ''),
-)
-def test_each_kind_reaches_its_function(settings, expected):
-  result = advantages.sequence_advantages(settings, _REWARDS, _GROUPS)
-  np.testing.assert_array_equal(result, expected)
-
-
-def test_gae_has_no_advantage_of_a_sequence():
-  with pytest.raises(ValueError, match="kind is 'gae'"):
-    advantages.sequence_advantages(AdvantageSettings('gae'), _REWARDS, _GROUPS)
+# The whole way.
 
 
 def test_rewards_are_biased_scaled_and_clipped_in_this_order():
   settings = AdvantageSettings(
-      'group', std=False, reward_bias=-0.5, reward_scale=10.0, reward_clip=4.0
+      reward_bias=-0.5, reward_scale=10.0, reward_clip=4.0
   )
-  # 0, 1, 0.6 -> -5, 5, 1 -> -4, 4, 1, of mean 1/3.
-  result = advantages.sequence_advantages(settings, [0.0, 1.0, 0.6], [0, 0, 0])
-  np.testing.assert_allclose(result, [-13 / 3, 11 / 3, 2 / 3], rtol=1e-5)
+  # 0, 1, 0.6 -> -5, 5, 1 -> -4, 4, 1
+  result = advantages.shape_rewards(settings, [0.0, 1.0, 0.6])
+  np.testing.assert_allclose(result, [-4, 4, 1], rtol=1e-6)
+
+
+def test_penalty_on_length_by_hand():
+  """Longest 10, over the last 4: nothing up to 6, half at 8, all from 10 on."""
+  settings = AdvantageSettings(length_penalty=LengthPenalty(10, 4, 2.0))
+  result = advantages.shape_rewards(
+      settings, np.ones(5), np.array([3, 6, 8, 10, 99])
+  )
+  np.testing.assert_allclose(result, [1, 1, 0, -1, -1], rtol=1e-6)
+  with pytest.raises(ValueError, match='lengths is None'):
+    advantages.shape_rewards(settings, [1.0])
+  # On the whole way the sampled tokens are counted.
+  settings = dataclasses.replace(settings, sequences=Normalization())
+  (row,) = advantages.token_advantages(
+      settings, [1.0], [0], [[0, 0] + [1] * 8]
+  ).advantages
+  np.testing.assert_allclose(row, [0, 0] + [0] * 8, atol=1e-6)
 
 
 def test_sequence_advantages_go_to_the_sampled_tokens():
-  settings = AdvantageSettings('leave_one_out', std=False)
   first, second = advantages.token_advantages(
-      settings, [0.0, 1.0], [4, 4], [[0, 1, 0, 1], [0, 0, 1]]
-  )
+      AdvantageSettings(sequences=_OTHERS),
+      [0.0, 1.0],
+      [4, 4],
+      [[0, 1, 0, 1], [0, 0, 1]],
+  ).advantages
   np.testing.assert_array_equal(first, [0, -1, 0, -1])
   np.testing.assert_array_equal(second, [0, 0, 1])
   assert first.dtype == second.dtype == np.float32
@@ -207,11 +225,8 @@ def test_sequence_advantages_go_to_the_sampled_tokens():
 def test_the_papers_advantage_by_hand():
   """γ = λ = 1: every token has its reward, normalised over tokens."""
   short, long = advantages.token_advantages(
-      AdvantageSettings('gae', epsilon=0.0),
-      [5.0, -5.0],
-      [0, 1],
-      [[0, 1], [0, 1, 1, 1]],
-  )
+      _PAPER, [5.0, -5.0], [0, 1], [[0, 1], [0, 1, 1, 1]]
+  ).advantages
   # Tokens 5, -5, -5, -5: mean -2.5, unbiased std 5.
   np.testing.assert_allclose(short, [0, 1.5], rtol=1e-6)
   np.testing.assert_allclose(long, [0, -0.5, -0.5, -0.5], rtol=1e-6)
@@ -219,12 +234,82 @@ def test_the_papers_advantage_by_hand():
 
 def test_discount_counts_sampled_tokens_only():
   """Rewards 8 and 0; tokens 2, 4, 8 and 0 around a tool's two tokens."""
-  settings = AdvantageSettings('gae', std=False, gamma=0.5)
+  settings = AdvantageSettings(
+      sequences=Normalization(), gamma=0.5, tokens=Normalization('batch')
+  )
   first, second = advantages.token_advantages(
       settings, [8.0, 0.0], [0, 0], [[0, 1, 1, 0, 0, 1, 0], [0, 1]]
-  )
+  ).advantages
   np.testing.assert_allclose(first, [0, -1.5, 0.5, 0, 0, 4.5, 0], rtol=1e-6)
   np.testing.assert_allclose(second, [0, -3.5], rtol=1e-6)
+
+
+_RAW = AdvantageSettings(sequences=Normalization())
+
+
+def test_a_turn_counts_less_for_each_turn_after_it():
+  """Reward 8 in the third turn of two, one and two sampled tokens."""
+  settings = dataclasses.replace(_RAW, turn_discount=0.5)
+  (row,) = advantages.token_advantages(
+      settings,
+      [8.0],
+      [0],
+      [[0, 1, 1, 0, 1, 0, 1, 1]],
+      turn_ids=[[0, 0, 0, 1, 1, 2, 2, 2]],
+  ).advantages
+  np.testing.assert_allclose(row, [0, 2, 2, 0, 4, 0, 8, 8])
+  with pytest.raises(ValueError, match='turn_ids is None'):
+    advantages.token_advantages(settings, [8.0], [0], [[1]])
+
+
+def test_rewards_of_tokens_count_for_the_tokens_before_them():
+  (row,) = advantages.token_advantages(
+      _RAW, [8.0], [0], [[0, 1, 1, 0, 1]], token_rewards=[[9, 0, 1, 9, -2]]
+  ).advantages
+  np.testing.assert_allclose(row, [0, 7, 7, 0, 6])
+
+
+def test_values_are_the_baseline_of_a_token():
+  """As `test_gae_by_hand`; returns are those before normalising."""
+  settings = AdvantageSettings(
+      sequences=Normalization(),
+      gamma=0.5,
+      lam=0.5,
+      critic=True,
+      tokens=Normalization('batch'),
+  )
+  result = advantages.token_advantages(
+      settings, [8.0], [0], [[1, 1, 0, 1]], values=[[1.0, 2.0, np.nan, 4.0]]
+  )
+  raw = np.array([0.25, 1.0, 4.0])
+  np.testing.assert_allclose(
+      result.advantages[0][[0, 1, 3]], raw - raw.mean(), rtol=1e-6
+  )
+  np.testing.assert_allclose(result.returns[0], [1.25, 3.0, 0.0, 8.0])
+
+
+@pytest.mark.parametrize('critic', [True, False])
+def test_values_against_the_settings_are_refused(critic):
+  settings = dataclasses.replace(_RAW, critic=critic)
+  values = None if critic else [[1.0]]
+  with pytest.raises(ValueError, match=f'wanted critic={critic}'):
+    advantages.token_advantages(settings, [1.0], [0], [[1]], values=values)
+
+
+def test_an_array_of_another_length_is_refused_by_name():
+  with pytest.raises(ValueError, match=r'token_rewards\[0\] has shape'):
+    advantages.token_advantages(_RAW, [1.0], [0], [[1, 1]], token_rewards=[[1]])
+
+
+@pytest.mark.parametrize(
+    'kind, expected', [('k1', 0.5), ('k2', 0.125), ('k3', np.exp(-0.5) - 0.5)]
+)
+def test_kl_in_the_reward_by_hand(kind, expected):
+  settings = AdvantageSettings(kl_coefficient=2.0, kl_kind=kind)
+  (row,) = advantages.kl_rewards(
+      settings, [[-1.0, np.nan]], [[-1.5, np.inf]], [[1, 0]]
+  )
+  np.testing.assert_allclose(row, [-2 * expected, 0], rtol=1e-6)
 
 
 def test_lengths_that_differ_are_refused():
@@ -238,8 +323,9 @@ def test_gae_on_the_host_is_gae_on_the_device(gamma, lam):
   lengths = [3, 9, 6, 1]
   masks = [(random.random(n) < 0.6).astype(np.float32) for n in lengths]
   rewards = random.normal(size=4).astype(np.float32)
-  settings = AdvantageSettings('gae', gamma=gamma, lam=lam)
+  settings = dataclasses.replace(_PAPER, gamma=gamma, lam=lam)
   host = advantages.token_advantages(settings, rewards, np.arange(4), masks)
+  host = host.advantages
 
   # All four packed into one row of 20 with the reward at the last sampled one.
   packed = np.zeros((3, 1, 20), np.float32)  # rewards, mask, segment ids
@@ -252,7 +338,7 @@ def test_gae_on_the_host_is_gae_on_the_device(gamma, lam):
     at += len(mask)
   row, _ = advantages.gae(packed[0], 0.0, *packed[1:], gamma=gamma, lam=lam)
   device = np.split(np.asarray(row)[0], np.cumsum(lengths))[:4]
-  device = advantages.token_normalized(device, masks)
+  device = advantages.normalize_tokens(device, np.arange(4), masks, _BATCH)
   for one, other in zip(host, device):
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
@@ -313,12 +399,14 @@ def test_gae_with_lambda_one_is_return_minus_value():
 @pytest.mark.parametrize(
     'values, field',
     [
-        (dict(kind='grpo'), 'advantages.kind'),
-        (dict(kind='leave_one_out'), 'advantages.std'),
-        (dict(gamma=0.9), 'advantages.gamma'),
-        (dict(kind='batch', lam=0.9), 'advantages.lam'),
-        (dict(kind='gae', gamma=1.5), 'advantages.gamma'),
-        (dict(epsilon=-1.0), 'advantages.epsilon'),
+        (dict(sequences=Normalization('all')), 'sequences.mean'),
+        (dict(tokens=Normalization(leave_one_out=True)), 'leave_one_out'),
+        (dict(tokens=Normalization(epsilon=-1.0)), 'tokens.epsilon'),
+        (dict(length_penalty=LengthPenalty(5)), 'length_penalty.buffer'),
+        (dict(length_penalty=LengthPenalty(5, 6)), 'length_penalty.buffer'),
+        (dict(gamma=1.5), 'advantages.gamma'),
+        (dict(turn_discount=-0.1), 'advantages.turn_discount'),
+        (dict(kl_coefficient=-1.0), 'advantages.kl_coefficient'),
         (dict(reward_clip=0.0), 'advantages.reward_clip'),
         (dict(reward_scale=float('nan')), 'advantages.reward_scale'),
     ],
@@ -326,5 +414,3 @@ def test_gae_with_lambda_one_is_return_minus_value():
 def test_wrong_settings_are_refused_by_name(values, field):
   with pytest.raises(config.ConfigError, match=field):
     config.resolve(AdvantageSettings(**values), 'advantages')
-  with pytest.raises(config.ConfigError, match=field):
-    advantages.token_advantages(AdvantageSettings(**values), [], [], [])

@@ -279,7 +279,7 @@ def test_advantages_follow_the_group_ids_and_not_the_order():
   partial = trainer_lib.prepare(groups, SETTINGS)
   for a, b in zip(whole[1].microbatches, partial[1].microbatches, strict=True):
     np.testing.assert_array_equal(a.advantages, b.advantages)
-  assert partial[0].tokens < whole[0].tokens
+  assert partial[0].denominator < whole[0].denominator
 
 
 def test_minibatches_hold_whole_groups_in_order():
@@ -287,7 +287,7 @@ def test_minibatches_hold_whole_groups_in_order():
   lengths = [
       sum(t.loss_mask.sum() for t in g.trajectories) for g in batch(groups=5)
   ]
-  assert [p.tokens for p in parts_] == [sum(lengths[:3]), sum(lengths[3:])]
+  assert [p.denominator for p in parts_] == [sum(lengths[:3]), sum(lengths[3:])]
   assert all(p.teaches for p in parts_)
 
 

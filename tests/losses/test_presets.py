@@ -1,0 +1,298 @@
+"""Every preset: its settings hold, and its loss does not depend on the cut."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax import config
+from areal_jax.losses import advantages, aggregation, policy, presets
+from areal_jax.losses.presets import PRESETS
+
+_NAMES = sorted(PRESETS)
+_LONGEST = 10
+
+
+def _preset(name):
+  return config.resolve(presets.preset(name, longest=_LONGEST), name)
+
+
+@pytest.mark.parametrize('name', _NAMES)
+def test_settings_hold_and_the_source_is_named(name):
+  _preset(name)
+  text = PRESETS[name].__doc__
+  assert any(word in text for word in ('http', 'same source', 'verl')), text
+
+
+def test_an_unknown_preset_is_refused_by_name():
+  with pytest.raises(config.ConfigError, match="preset is 'grppo'"):
+    presets.preset('grppo', longest=8)
+  with pytest.raises(config.ConfigError, match='longest is 0'):
+    presets.preset('grpo', longest=0)
+
+
+def test_a_preset_is_open_and_of_its_own():
+  one, other = (presets.preset('dapo', longest=50) for _ in range(2))
+  one.loss.clip_high = 0.5
+  assert other.loss.clip_high == 0.28
+  assert (other.advantages.length_penalty.longest, one.dynamic_sampling) == (
+      50,
+      True,
+  )
+
+
+# Cutting a batch, case A3. Four sequences of 1, 3, 5 and 7 loss tokens behind a
+# prompt of 2, two of them of one group; the log-prob of each token is a
+# parameter, so that gradients of any layout can be compared.
+
+_LENGTHS = (1, 3, 5, 7)
+_PROMPT = 2
+_TOKENS = sum(_LENGTHS) + _PROMPT * len(_LENGTHS)
+_STARTS = np.cumsum([0] + [n + _PROMPT for n in _LENGTHS])
+
+
+def _masks():
+  return [np.r_[np.zeros(_PROMPT), np.ones(n)] for n in _LENGTHS]
+
+
+@pytest.fixture(scope='module')
+def tokens():
+  """One number a token, of each array that a loss takes."""
+  random = np.random.default_rng(3)
+  proximal = random.normal(-1.8, 0.3, _TOKENS)
+  return {
+      'logps': (proximal + random.normal(0, 0.2, _TOKENS)).astype(np.float32),
+      'proximal_logps': proximal,
+      'behavior_logps': proximal + random.normal(0, 0.3, _TOKENS),
+      'reference_logps': random.normal(-1.8, 0.3, _TOKENS),
+      'entropy': random.uniform(0, 2, _TOKENS),
+      'ages': np.repeat([0, 2, 1, 4], np.diff(_STARTS)),
+      'mask': np.concatenate(_masks()),
+  }
+
+
+def _batch(name, tokens):
+  """What a preset makes of it: settings, token arrays, denominator."""
+  settings = _preset(name)
+  loss = settings.loss
+  more = {}
+  if settings.advantages.critic:
+    more['values'] = np.split(np.arange(_TOKENS) / 20.0, _STARTS[1:-1])
+  given = advantages.token_advantages(
+      settings.advantages,
+      np.array([1.0, 0.0, 0.5, -1.0]),
+      np.array([7, 7, 3, 3]),
+      _masks(),
+      **more,
+  ).advantages
+  arrays = dict(tokens, advantages=np.concatenate(given))
+  if loss.second_moment is not None:
+    arrays['kept'] = policy.second_moment_keep(
+        tokens['proximal_logps'],
+        tokens['behavior_logps'],
+        tokens['mask'],
+        threshold=loss.second_moment,
+    )
+    assert 0 < arrays['kept'].sum() < sum(_LENGTHS)
+  if not loss.kl_coefficient:
+    del arrays['reference_logps']
+  denominator = aggregation.denominator(
+      loss.aggregation, _masks(), loss.constant_length
+  )
+  return loss, arrays, denominator
+
+
+def _lay(packing, width):
+  """Which token stands where [B, T], -1 for padding, and the segment ids."""
+  place = np.full((len(packing), width), -1)
+  segment_ids = np.zeros(place.shape, np.int32)
+  for row, members in enumerate(packing):
+    at = 0
+    for number, member in enumerate(members, start=1):
+      length = _LENGTHS[member] + _PROMPT
+      place[row, at : at + length] = _STARTS[member] + np.arange(length)
+      segment_ids[row, at : at + length] = number
+      at += length
+  return place, segment_ids
+
+
+def _step(loss, arrays, denominator, place, segment_ids, put=jnp.asarray):
+  """Loss, statistics, and gradient of each token [_TOKENS]."""
+  rows = {
+      # Padding is NaN: it must not matter.
+      name: put(np.where(place < 0, np.nan, x[place]).astype(np.float32))
+      for name, x in arrays.items()
+      if name not in ('logps', 'mask', 'ages')
+  }
+  rows['mask'] = put(np.where(place < 0, 0, arrays['mask'][place]))
+  rows['ages'] = put(np.where(place < 0, 0, arrays['ages'][place]))
+  index = put(np.maximum(place, 0))
+  rows['segment_ids'] = put(segment_ids)
+
+  def total(logps):
+    return policy.policy_loss(
+        logps[index],
+        denominator=denominator,
+        settings=loss,
+        **rows,
+    )
+
+  # Eagerly: the primitives are compiled once for all presets.
+  (value, stats), gradient = jax.value_and_grad(total, has_aux=True)(
+      jnp.asarray(arrays['logps'])
+  )
+  return value, gradient, stats
+
+
+def _in_parts(batch, parts, **more):
+  """Results added, statistics merged."""
+  results = [_step(*batch, *_lay(part, _TOKENS), **more) for part in parts]
+  values, gradients, stats = zip(*results)
+  return sum(values), sum(gradients), policy.merge_stats(stats)
+
+
+def _assert_close(result, whole):
+  jax.tree.map(
+      lambda one, other: np.testing.assert_allclose(
+          one, other, rtol=1e-5, atol=1e-6
+      ),
+      result,
+      whole,
+  )
+
+
+_PADDED = [[0], [1], [2], [3]]
+_CUTS = {
+    'packed': [[[2, 1, 0, 3]]],
+    'two_padded': [[[0], [1]], [[2], [3]]],
+    'two_packed': [[[3]], [[0, 2, 1]]],
+    'four': [[[i]] for i in range(4)],
+}
+
+
+@pytest.mark.parametrize('name', _NAMES)
+def test_loss_and_gradient_do_not_depend_on_the_cut(name, tokens):
+  batch = _batch(name, tokens)
+  whole = _in_parts(batch, [_PADDED])
+  assert np.abs(whole[1]).max() > 1e-3
+  for parts in _CUTS.values():
+    _assert_close(_in_parts(batch, parts), whole)
+
+
+@pytest.mark.parametrize('name', _NAMES)
+def test_loss_and_gradient_do_not_depend_on_the_shards(name, tokens):
+  batch = _batch(name, tokens)
+  whole = _in_parts(batch, [_PADDED])
+  for shards in (2, 4):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:shards]), ('data',))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+    copies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    loss, arrays, denominator = batch
+    arrays = dict(arrays, logps=jax.device_put(arrays['logps'], copies))
+    result = _in_parts(
+        (loss, arrays, denominator),
+        [_PADDED],
+        put=lambda x, rows=rows: jax.device_put(x, rows),
+    )
+    _assert_close(result, whole)
+
+
+def _worst(result, whole):
+  return max(
+      float(np.abs(one - other).max())
+      for one, other in zip(result[:2], whole[:2])
+  )
+
+
+@pytest.mark.parametrize('name', _NAMES)
+def test_a_denominator_of_the_part_alone_is_caught(name, tokens):
+  """Planted fault, for every preset."""
+  loss, arrays, _ = batch = _batch(name, tokens)
+  whole = _in_parts(batch, [_PADDED])
+  parts = []
+  for member in range(4):
+    own = aggregation.denominator(
+        loss.aggregation, [_masks()[member]], loss.constant_length
+    )
+    parts.append(_step(loss, arrays, own, *_lay([[member]], _TOKENS)))
+  mean = [sum(part[i] for part in parts) / 4 for i in range(2)]
+  if loss.aggregation == 'token_mean':  # a mean of means by sequence
+    assert _worst(mean, whole) > 1e-3
+  else:  # each part has one sequence, so that their mean is right by chance
+    total = [sum(part[i] for part in parts) for i in range(2)]
+    assert _worst(total, whole) > 1e-3
+
+
+@pytest.mark.parametrize('name', ['gspo', 'mis', 'sequence_rejection', 'gmpo'])
+def test_sequences_run_into_one_another_are_caught(name, tokens):
+  """Planted fault: a row is taken for one sequence."""
+  batch = _batch(name, tokens)
+  whole = _in_parts(batch, [_PADDED])
+  place, segment_ids = _lay([[2, 1, 0, 3]], _TOKENS)
+  result = _step(*batch, place, np.minimum(segment_ids, 1))
+  assert _worst(result, whole) > 1e-3
+
+
+def test_a_second_moment_of_the_part_alone_is_caught(tokens):
+  """Planted fault: M2PO's mask taken of each microbatch."""
+  loss, arrays, _ = _batch('m2po', tokens)
+  own = np.zeros(_TOKENS, np.float32)
+  for start, end in zip(_STARTS, _STARTS[1:]):
+    own[start:end] = policy.second_moment_keep(
+        arrays['proximal_logps'][start:end],
+        arrays['behavior_logps'][start:end],
+        arrays['mask'][start:end],
+        threshold=loss.second_moment,
+    )
+  assert np.any(own != arrays['kept'])
+
+
+@pytest.mark.parametrize('name', _NAMES)
+def test_nothing_in_the_mask_gives_a_loss_of_zero(name, tokens):
+  """Case A4: every answer was cut off and masked, the denominator is 0."""
+  loss, arrays, _ = _batch(name, tokens)
+  arrays = dict(arrays, mask=np.zeros(_TOKENS))
+  place, segment_ids = _lay(_PADDED, _TOKENS)
+  value, gradient, stats = _step(loss, arrays, 0.0, place, segment_ids)
+  assert value == 0.0
+  np.testing.assert_array_equal(gradient, np.zeros(_TOKENS))
+  assert np.all(np.isfinite(list(stats.values())))
+
+
+@pytest.mark.parametrize('name', _NAMES)
+def test_log_probs_far_apart_give_finite_numbers(name, tokens):
+  """Differences of ±100 nats, at which every ratio would overflow."""
+  loss, arrays, denominator = _batch(name, tokens)
+  signs = np.where(np.arange(_TOKENS) % 2, 100.0, -100.0)
+  arrays = dict(arrays, behavior_logps=arrays['behavior_logps'] + signs)
+  arrays['logps'] = (arrays['logps'] - signs).astype(np.float32)
+  place, segment_ids = _lay(_PADDED, _TOKENS)
+  value, gradient, stats = _step(loss, arrays, denominator, place, segment_ids)
+  assert np.isfinite(value) and np.all(np.isfinite(gradient))
+  assert np.all(np.isfinite(list(stats.values())))
+
+
+@pytest.mark.parametrize('name', _NAMES)
+def test_at_the_policy_itself_the_gradient_is_that_of_reinforce(name, tokens):
+  """η = 0 and one update: all three policies are one, ratios and weights 1.
+
+  Then whatever a preset clips, gates or masks, its gradient is A / D times what
+  a token counts; GSPO's and GMPO's spread A over their sequences.
+  """
+  loss, arrays, denominator = _batch(name, tokens)
+  loss = dataclasses.replace(loss, kl_coefficient=0.0)
+  arrays.pop('reference_logps', None)
+  for other in ('proximal_logps', 'behavior_logps'):
+    arrays[other] = arrays['logps']
+  if 'kept' in arrays:
+    arrays['kept'] = np.ones(_TOKENS)
+  place, segment_ids = _lay(_PADDED, _TOKENS)
+  _, gradient, stats = _step(loss, arrays, denominator, place, segment_ids)
+  counts = np.repeat([float(n) for n in _LENGTHS], np.diff(_STARTS))
+  share = 1 / counts if 'means' in loss.aggregation else np.ones(_TOKENS)
+  expected = -arrays['advantages'] * share * arrays['mask'] / denominator
+  np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+  assert stats['rejected_sum'] == 0
+  assert stats['importance_weight_sum'] == sum(_LENGTHS)
