@@ -42,6 +42,9 @@ from areal_jax.losses.kl import Kind
 
 Level = Literal['none', 'group', 'batch']
 
+# Nats, the most that the KL of one token may take off its reward.
+MAX_KL_REWARD = 10.0
+
 
 @dataclasses.dataclass
 class Normalization:
@@ -270,8 +273,9 @@ def kl_rewards(
 ) -> list[np.ndarray]:
   """-kl_coefficient · KL of each token, N arrays [T_i] float32, 0 if masked.
 
-  See `kl.py` for the estimators. The log-probs are data here, so that k1, whose
-  sum over a sequence is its log-ratio, is the natural one.
+  See `kl.py` for the estimators, which are held within ±10 as in AReaL: one
+  token must not outweigh all rewards. The log-probs are data here, so that k1,
+  whose sum over a sequence is its log-ratio, is the natural one.
 
   Args:
     settings: its kl_coefficient and kl_kind count.
@@ -279,6 +283,7 @@ def kl_rewards(
     reference_logps: N arrays [T_i] nats, of the reference policy.
     loss_masks: N arrays [T_i], positive on sampled tokens.
   """
+  bound = MAX_KL_REWARD
   result = []
   for own, reference, mask in zip(
       logps, reference_logps, loss_masks, strict=True
@@ -291,6 +296,7 @@ def kl_rewards(
     elif settings.kl_kind == 'k3':
       d = np.maximum(d, -masking.MAX_LOG_RATIO)
       d = np.expm1(-d) + d
+    d = np.clip(d, -bound, bound)
     result.append((-settings.kl_coefficient * d).astype(np.float32))
   return result
 

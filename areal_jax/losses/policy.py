@@ -294,6 +294,7 @@ def policy_loss(
   _require_given(settings, 'needs_segments', 'segment_ids', segment_ids)
   _require_given(settings, 'needs_ages', 'ages', ages)
   _require_given(settings, 'second_moment', 'kept', kept)
+  mask = jnp.asarray(mask)
   logps = masking.keep(logps, mask)
   behavior_logps = _constant(behavior_logps, mask)
   advantages = _constant(advantages, mask)
@@ -320,7 +321,10 @@ def policy_loss(
   if kept is not None:
     surviving &= jnp.asarray(kept) > 0
   weight = jnp.where(surviving, weights.weight, 0.0)
-  gain = _gain(settings, logps, proximal_logps, advantages, mask, segment_ids)
+  # What was rejected has no part in the ratio of its sequence either.
+  gain = _gain(
+      settings, logps, proximal_logps, advantages, surviving, segment_ids
+  )
 
   share = aggregation_lib.shares(settings.aggregation, mask, segment_ids)
   total = masking.masked_sum(share * weight * gain.objective, surviving)

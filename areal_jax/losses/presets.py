@@ -253,12 +253,12 @@ def mis(longest: int) -> Preset:
 
 
 def sequence_rejection(longest: int) -> Preset:
-  """Sequences of a geometric mean weight outside [0.99, 1.001] are masked.
+  """Sequences of a geometric mean weight outside [0.9, 1.1] are masked.
 
   Weights of tokens; verl's and AReaL's sequence-level rejection.
   """
   del longest
-  rule = WeightRule('sequence', lower=0.99, upper=1.001)
+  rule = WeightRule('sequence', lower=0.9, upper=1.1)
   return Preset(loss=PolicyLoss(weight_rules=(rule,)))
 
 

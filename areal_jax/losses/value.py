@@ -58,7 +58,7 @@ def value_loss(
 ) -> tuple[Array, dict[str, Array]]:
   """Clipped regression of values on returns.
 
-  L = (1 / D) Σ_t c_t max(h(V - R), h(V_old + clip(V - V_old, ± ε) - R))
+  L = (1 / D) Σ_t c_t max(h(V - R), h(clip(V, V_old ± ε) - R))
 
   See https://arxiv.org/abs/1707.06347 and, for the clip, OpenAI's baselines.
   Masked positions may hold NaN or infinity in any array.
@@ -93,8 +93,10 @@ def value_loss(
   losses = _distance(settings, values - returns)
   clipped = jnp.zeros(losses.shape, bool)
   if settings.clip is not None:
-    moved = jnp.clip(values - old_values, -settings.clip, settings.clip)
-    bounded = _distance(settings, old_values + moved - returns)
+    near = jnp.clip(
+        values, old_values - settings.clip, old_values + settings.clip
+    )
+    bounded = _distance(settings, near - returns)
     clipped, losses = bounded > losses, jnp.maximum(losses, bounded)
   shares = aggregation_lib.shares(settings.aggregation, mask, segment_ids)
   error = values - returns

@@ -149,7 +149,8 @@ def _comparable_rows(case) -> np.ndarray:
   (the answer ends in a tool's output) its recursion passes over the reward, and
   the row learns nothing; ours stands at the last sampled token. A row as long
   as the padded width counts as cut off there: it takes the value behind its end
-  as what follows, and loses its reward with mask_no_eos_with_zero.
+  as what follows, and loses its reward with mask_no_eos_with_zero. Its penalty
+  on length goes on growing where DAPO's is whole, from the longest answer on.
   """
   inputs, args = case.inputs, case.args
   lengths, masks = _lengths(case), inputs['loss_mask'] > 0
@@ -157,6 +158,8 @@ def _comparable_rows(case) -> np.ndarray:
   comparable = masks[rows, lengths - 1] | ~masks.any(axis=1)
   if 'values' in inputs or args['mask_no_eos_with_zero']:
     comparable &= lengths < masks.shape[1]
+  if args['overlong_reward_penalty']:
+    comparable &= masks.sum(axis=1) <= args['max_new_tokens']
   return comparable
 
 

@@ -310,6 +310,8 @@ def test_kl_in_the_reward_by_hand(kind, expected):
       settings, [[-1.0, np.nan]], [[-1.5, np.inf]], [[1, 0]]
   )
   np.testing.assert_allclose(row, [-2 * expected, 0], rtol=1e-6)
+  (row,) = advantages.kl_rewards(settings, [[20.0]], [[-30.0]], [[1]])
+  np.testing.assert_allclose(row, [-2 * 10.0])
 
 
 def test_lengths_that_differ_are_refused():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.losses import logprobs, policy
+from areal_jax.losses import logprobs, supervised
 
 # Compiled once a shape, where eager operations would be compiled one by one.
 token_logps = jax.jit(logprobs.token_logps)
@@ -153,7 +153,7 @@ def _taught(mask, ids, segment_ids):
 
   def loss(logits):
     logps, _ = token_logps(logits, ids, segment_ids, jnp.ones(ids.shape))
-    return policy.sft_loss(logps, mask, denominator=mask.sum())
+    return supervised.sft_loss(logps, mask, denominator=mask.sum())
 
   gradient = jax.jit(jax.grad(loss))(jnp.zeros((*ids.shape, 8)))
   return np.any(np.asarray(gradient) != 0, axis=-1)

@@ -251,6 +251,296 @@ def test_fresh_gap_is_taken_over_fresh_sampled_tokens():
   assert stats['fresh_tokens_sum'] == 2
 
 
+# Clips by the sign of the advantage, and the second bound.
+
+
+def test_clips_are_counted_by_the_sign_of_the_advantage():
+  _, stats = _four_tokens()
+  assert stats['clipped_high_sum'] == 1  # ratio 1.5, A = 1
+  assert stats['clipped_low_sum'] == 1  # ratio 0.5, A = -1
+  assert stats['positive_sum'] == stats['negative_sum'] == 2
+
+
+def test_dual_clip_by_hand():
+  """A ratio of 5 with A = -1 costs at most 3, and teaches nothing then."""
+  settings = PolicyLoss(dual_clip=3.0)
+
+  def loss(logps):
+    return _loss(
+        settings,
+        logps=logps,
+        proximal_logps=np.zeros(3),
+        behavior_logps=np.zeros(3),
+        advantages=[-1.0, -1.0, 1.0],
+    )
+
+  (value, stats), gradient = jax.value_and_grad(loss, has_aux=True)(
+      jnp.log(jnp.array([5.0, 2.0, 5.0]))
+  )
+  np.testing.assert_allclose(value, 3 + 2 - 1.2, rtol=1e-6)
+  np.testing.assert_allclose(gradient, [0.0, 2.0, 0.0], rtol=1e-6)
+  assert stats['dual_clipped_sum'] == 1
+
+
+# Other objectives, on the four tokens.
+
+
+def test_gate_by_hand():
+  loss, stats = _four_tokens(
+      PolicyLoss(objective='gate', gate_positive=1.0, gate_negative=2.0)
+  )
+  gate = lambda tau, ratio: 4 / tau / (1 + np.exp(-tau * (ratio - 1)))
+  expected = gate(1, 1.5) - gate(2, 1.5) + gate(1, 0.5) - gate(2, 0.5)
+  np.testing.assert_allclose(loss, -expected, rtol=1e-5)
+  assert stats['clipped_sum'] == 0
+
+
+def _gradient(settings, **arrays):
+  logps = jnp.asarray(arrays.pop('logps'), jnp.float32)
+  return jax.grad(lambda x: _loss(settings, logps=x, **arrays)[0])(logps)
+
+
+def test_cispo_keeps_a_gradient_at_every_token():
+  """A clipped ratio weighs ∇ log π; PPO's clip cuts two tokens off."""
+  gradient = _gradient(
+      PolicyLoss(objective='cispo'),
+      logps=np.log(_RATIOS),
+      proximal_logps=np.zeros(4),
+      behavior_logps=np.zeros(4),
+      advantages=_ADVANTAGES,
+  )
+  np.testing.assert_allclose(gradient, [-1.2, 1.2, -0.8, 0.8], rtol=1e-6)
+
+
+def test_reinforce_has_no_ratio():
+  gradient = _gradient(
+      PolicyLoss(objective='reinforce', weight_level='none'),
+      logps=np.log(_RATIOS),
+      proximal_logps=np.zeros(4),
+      behavior_logps=np.zeros(4),
+      advantages=_ADVANTAGES,
+  )
+  np.testing.assert_allclose(gradient, -_ADVANTAGES, rtol=1e-6)
+
+
+# Sequences: two in one row, of log-ratios (0.3, 0.1) and (-0.4), and padding.
+
+_TWO = dict(
+    logps=np.array([[0.3, 0.1, -0.4, 0.0]]),
+    proximal_logps=np.zeros((1, 4)),
+    behavior_logps=np.zeros((1, 4)),
+    advantages=np.array([[1.0, 3.0, -1.0, 0.0]]),
+    mask=np.array([[1, 1, 1, 0]]),
+    segment_ids=np.array([[1, 1, 2, 0]]),
+)
+
+
+def test_ratio_of_a_sequence_by_hand():
+  """exp(0.2) with A = 2 is cut at 1.1, exp(-0.4) with A = -1 at 0.9."""
+  settings = PolicyLoss(ratio_level='sequence', clip=0.1)
+  loss, stats = _loss(settings, **_TWO)
+  np.testing.assert_allclose(loss, -(2 * 2 * 1.1 - 0.9), rtol=1e-6)
+  assert stats['clipped_sum'] == 3
+  wide = PolicyLoss(ratio_level='sequence', clip=0.9)
+  # Both tokens carry half of Σ ρ A = 2 · 2 exp(0.2).
+  np.testing.assert_allclose(
+      _gradient(wide, **_TWO),
+      [[-2 * np.exp(0.2), -2 * np.exp(0.2), np.exp(-0.4), 0.0]],
+      rtol=1e-5,
+  )
+
+
+def test_tokens_of_a_sequence_ratio_keep_their_own_advantage():
+  wide = PolicyLoss(ratio_level='sequence_token', clip=0.9)
+  loss, _ = _loss(wide, **_TWO)
+  np.testing.assert_allclose(
+      loss, -((1 + 3) * np.exp(0.2) - np.exp(-0.4)), rtol=1e-6
+  )
+  np.testing.assert_allclose(
+      _gradient(wide, **_TWO),
+      [[-np.exp(0.2), -3 * np.exp(0.2), np.exp(-0.4), 0.0]],
+      rtol=1e-5,
+  )
+
+
+def test_geometric_mean_by_hand():
+  """GMPO: 0.3 is held at 0.2; -0.4 with A < 0 at -0.2, where nothing moves."""
+  settings = PolicyLoss(
+      objective='geometric_mean', aggregation='sequence_mean_of_means'
+  )
+  loss, stats = _loss(settings, **_TWO)
+  np.testing.assert_allclose(
+      loss, -(2 * np.exp(0.15) - np.exp(-0.2)), rtol=1e-6
+  )
+  assert stats['clipped_sum'] == 2
+  np.testing.assert_allclose(
+      _gradient(settings, **_TWO),
+      [[0.0, -np.exp(0.15), 0.0, 0.0]],
+      rtol=1e-5,
+      atol=1e-7,
+  )
+
+
+# The weights: proximal / behavior log-ratios of two sequences.
+
+_DISTANCES = np.array([[0.5, -0.1, 1.0, 0.0]])
+
+
+def _weights(level, *rules):
+  result = policy.importance_weights(
+      _DISTANCES,
+      np.zeros((1, 4)),
+      _TWO['mask'],
+      _TWO['segment_ids'],
+      level=level,
+      rules=rules,
+  )
+  return np.asarray(result.weight)[0], np.asarray(result.kept)[0]
+
+
+@pytest.mark.parametrize(
+    'level, logs',
+    [
+        ('none', [0, 0, 0]),
+        ('token', [0.5, -0.1, 1.0]),
+        ('sequence_mean', [0.2, 0.2, 1.0]),
+        ('sequence_sum', [0.4, 0.4, 1.0]),
+    ],
+)
+def test_weight_of_each_level_by_hand(level, logs):
+  weight, kept = _weights(level)
+  np.testing.assert_allclose(weight, [*np.exp(logs), 0], rtol=1e-6)
+  np.testing.assert_array_equal(kept, [True, True, True, False])
+
+
+@pytest.mark.parametrize(
+    'rule, kept',
+    [
+        # ratios 1.65, 0.90, 2.72; geometric means 1.22, 2.72; whole 1.49, 2.72
+        (WeightRule(upper=2.0), [1, 1, 0]),
+        (WeightRule(lower=0.95, upper=2.0), [1, 0, 0]),
+        (WeightRule('sequence', upper=1.3), [1, 1, 0]),
+        (WeightRule('sequence', aggregation='sum', upper=1.4), [0, 0, 0]),
+        (WeightRule('sequence', aggregation='max', upper=1.6), [0, 0, 0]),
+        (WeightRule('sequence', aggregation='max', upper=1.7), [1, 1, 0]),
+        # k1 0.5, -0.1, 1; k2 .125, .005, .5
+        (WeightRule(metric='k1', lower=-0.2, upper=0.2), [0, 1, 0]),
+        (WeightRule(metric='k2', upper=0.2), [1, 1, 0]),
+        (WeightRule('sequence', metric='k2', upper=0.1), [1, 1, 0]),
+        # k3 .1487, .0048, .7183; reversed .1065, .0052, .3679
+        (WeightRule(metric='k3', upper=0.14), [0, 1, 0]),
+        (WeightRule(metric='k3_reversed', upper=0.14), [1, 1, 0]),
+    ],
+)
+def test_what_a_rule_masks_by_hand(rule, kept):
+  weight, result = _weights('token', rule)
+  np.testing.assert_array_equal(result, [*map(bool, kept), False])
+  np.testing.assert_allclose(weight[:3], np.exp([0.5, -0.1, 1.0]), rtol=1e-6)
+
+
+def test_what_a_rule_clamps_by_hand():
+  clamp = WeightRule(action='clamp', lower=1.0, upper=2.0)
+  weight, kept = _weights('token', clamp)
+  np.testing.assert_allclose(weight, [np.exp(0.5), 1.0, 2.0, 0.0], rtol=1e-6)
+  assert kept[:3].all()
+  # Of a sequence whose largest token ratio lies outside, the mean is cut.
+  clamp = WeightRule('sequence', 'clamp', aggregation='max', upper=1.5)
+  weight, _ = _weights('sequence_mean', clamp)
+  np.testing.assert_allclose(weight[:3], [np.exp(0.2)] * 2 + [1.5], rtol=1e-6)
+
+
+def test_rules_are_judged_together_on_the_whole_mask():
+  """The second rule sees the token that the first one drops."""
+  tight, whole = (
+      WeightRule(upper=1.0),
+      WeightRule('sequence', upper=1.3),
+  )
+  _, kept = _weights('token', tight, whole)
+  np.testing.assert_array_equal(kept, [False, True, False, False])
+
+
+def test_rejected_tokens_leave_the_loss_and_not_the_denominator():
+  """Case A4 the other way: what a rule drops goes on being counted."""
+  settings = PolicyLoss(weight_rules=(WeightRule(upper=2.0),))
+  loss, stats = _loss(
+      settings,
+      logps=np.zeros(4),
+      behavior_logps=-np.log([1.0, 1.5, 3.0, 4.0]),
+      denominator=4.0,
+  )
+  np.testing.assert_allclose(loss, -(1 + 1.5) / 4, rtol=1e-6)
+  assert stats['rejected_sum'] == 2 and stats['tokens_sum'] == 4
+  np.testing.assert_allclose(stats['importance_weight_sum'], 2.5, rtol=1e-6)
+
+
+def test_second_moment_mask_by_hand():
+  """δ² = 4, 0.01, 0.25, 0.09: without 4 the mean is 0.117, then 0.05."""
+  behavior = np.zeros((2, 3))
+  proximal = np.array([[2.0, 0.1, np.nan], [-0.5, 0.3, np.nan]])
+  mask = np.array([[1, 1, 0], [1, 1, 0]])
+  keep = lambda bound: policy.second_moment_keep(
+      proximal, behavior, mask, threshold=bound
+  )
+  np.testing.assert_array_equal(keep(0.2), [[0, 1, 0], [1, 1, 0]])
+  np.testing.assert_array_equal(keep(0.06), [[0, 1, 0], [0, 1, 0]])
+  np.testing.assert_array_equal(keep(1e-9), [[0, 1, 0], [0, 0, 0]])
+  np.testing.assert_array_equal(keep(9.0), mask)
+  nothing = policy.second_moment_keep(proximal, behavior, 0 * mask, threshold=1)
+  assert not nothing.any()
+
+
+def test_proximal_policy_by_interpolation_by_hand():
+  """Ages 0, 1, 2, 4: α = 0, 0, 1/2, 3/4 of the way to the policy."""
+  policies = [np.full(4, -1.0), np.full(4, -3.0)]
+  ages = np.array([0, 1, 2, 4])
+  between = lambda kind: policy.approximate_proximal(kind, *policies, ages)
+  np.testing.assert_allclose(between('loglinear'), [-3, -3, -2, -1.5])
+  alpha = np.array([0, 0, 0.5, 0.75])
+  mixed = np.log((1 - alpha) * np.exp(-3.0) + alpha * np.exp(-1.0))
+  np.testing.assert_allclose(between('linear'), mixed, rtol=1e-6)
+  np.testing.assert_array_equal(between('behavior'), policies[1])
+
+
+def test_ordinary_ppo_has_the_behavior_policy_at_its_centre():
+  loss, stats = _loss(
+      PolicyLoss(proximal='behavior'),
+      logps=np.log([1.5]),
+      proximal_logps=None,
+      behavior_logps=[0.0],
+  )
+  np.testing.assert_allclose(loss, -1.2, rtol=1e-6)
+  assert stats['importance_weight_sum'] == 1
+
+
+def test_statistics_are_told_apart_by_age():
+  _, stats = _loss(
+      logps=np.zeros(5),
+      behavior_logps=[0.0, -0.5, -0.25, -1.0, 9.0],
+      ages=np.array([0, 1, 1, 7, 3]),
+      mask=[1, 1, 1, 1, 0],
+  )
+  tokens = [stats[f'age_{age}_tokens_sum'] for age in policy.AGES]
+  gaps = [stats[f'age_{age}_gap_sum'] for age in policy.AGES]
+  assert tokens == [1, 2, 0, 1]
+  np.testing.assert_allclose(gaps, [0.0, 0.75, 0.0, 1.0])
+  np.testing.assert_allclose(
+      stats['age_1_weight_sum'], np.exp(0.5) + np.exp(0.25), rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize(
+    'settings, name',
+    [
+        (PolicyLoss(ratio_level='sequence'), 'segment_ids'),
+        (PolicyLoss(proximal='loglinear'), 'ages'),
+        (PolicyLoss(second_moment=0.04), 'kept'),
+    ],
+)
+def test_what_the_settings_need_is_asked_for(settings, name):
+  with pytest.raises(ValueError, match=f'{name} is None'):
+    _loss(settings, logps=[[0.0]])
+
+
 # Cutting a batch, case A3: four sequences of 1, 3, 5 and 7 loss tokens after a
 # prompt of 2, under a policy whose logits depend on the token before alone.
 
@@ -417,6 +707,28 @@ def test_statistics_that_cannot_be_merged_are_refused(parts, message):
         (dict(clip=0.0), 'loss.clip '),
         (dict(clip=1.1), 'loss.clip '),
         (dict(clip_high=0.0), 'loss.clip_high'),
+        (dict(dual_clip=0.5), 'loss.dual_clip'),
+        (dict(dual_clip=3.0, objective='gate'), 'loss.dual_clip'),
+        (dict(objective='cispo', ratio_level='sequence'), 'loss.ratio_level'),
+        (dict(aggregation='constant'), 'loss.constant_length'),
+        (dict(constant_length=8), 'loss.constant_length'),
+        (dict(proximal='behavior', second_moment=0.1), 'loss.proximal'),
+        (
+            dict(
+                weight_level='none',
+                weight_rules=(WeightRule(action='clamp'),),
+            ),
+            'loss.weight_rules',
+        ),
+        (dict(weight_rules=(WeightRule(upper=None),)), 'weight_rules.0..upper'),
+        (
+            dict(weight_rules=(WeightRule(lower=2.0, upper=1.0),)),
+            'weight_rules.0..upper',
+        ),
+        (
+            dict(weight_rules=(WeightRule(action='clamp', metric='k2'),)),
+            'weight_rules.0..metric',
+        ),
         (dict(kl_coefficient=-0.1), 'loss.kl_coefficient'),
         (dict(kl_kind='k4'), 'loss.kl_kind'),
         (dict(entropy_coefficient=float('nan')), 'loss.entropy_coefficient'),

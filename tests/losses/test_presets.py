@@ -62,10 +62,12 @@ def tokens():
   """One number a token, of each array that a loss takes."""
   random = np.random.default_rng(3)
   proximal = random.normal(-1.8, 0.3, _TOKENS)
+  # One sequence far likelier now, one far less likely: rules drop them.
+  drift = np.repeat([-0.8, 0.0, 0.5, 0.0], np.diff(_STARTS))
   return {
       'logps': (proximal + random.normal(0, 0.2, _TOKENS)).astype(np.float32),
       'proximal_logps': proximal,
-      'behavior_logps': proximal + random.normal(0, 0.3, _TOKENS),
+      'behavior_logps': proximal + drift + random.normal(0, 0.3, _TOKENS),
       'reference_logps': random.normal(-1.8, 0.3, _TOKENS),
       'entropy': random.uniform(0, 2, _TOKENS),
       'ages': np.repeat([0, 2, 1, 4], np.diff(_STARTS)),
