@@ -17,6 +17,9 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 
+# (file, case) of every case that some test compares; filled by `matching`.
+COMPARED: set[tuple[str, str]] = set()
+
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -88,14 +91,25 @@ def matching(
       for record in _index(folder)
       if record.get('file') == file and record['function'] in functions
   ]
-  chosen = [pytest.param(c, id=c.record['case']) for c in found if when(c)]
+  found = [case for case in found if when(case)]
+  COMPARED.update((file, case.record['case']) for case in found)
+  chosen = [pytest.param(c, id=c.record['case']) for c in found]
   if not chosen:
     why = (
-        f'{len(found)} cases of {functions} in {file} under {folder}, none of'
-        ' which matches; wanted at least one'
+        f'no case of {functions} in {file} under {folder} matches, wanted at'
+        ' least one'
     )
     chosen = [pytest.param(_NoCase(why), id='no_case_matches')]
   return pytest.mark.parametrize('case', chosen)
+
+
+def every(folder: pathlib.Path, *sets: str) -> list[Case]:
+  """All cases of these sets ('areal', 'verl')."""
+  return [
+      Case(folder, record)
+      for record in _index(folder)
+      if str(record.get('file')).split('/')[0] in sets
+  ]
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from tests.golden import cases
 
 # Functions of the peers that ours have not, and why.
 NOT_HAD = {
+    'allocate_balanced_mbs': 'by Karmarkar-Karp; by Algorithm 1 it is compared',
     'kk_allocate': 'Karmarkar-Karp; ours allocates by Algorithm 1 alone',
     'balanced_greedy_partition': 'the same; ours spreads by Algorithm 1',
     'min_abs_diff_partition': 'the same, of neighbours only',

@@ -107,8 +107,11 @@ def _batch(name, tokens):
 
 
 def _lay(packing, width):
-  """Which token stands where [B, T], -1 for padding, and the segment ids."""
-  place = np.full((len(packing), width), -1)
+  """Which token stands where [4, T], -1 for padding, and the segment ids.
+
+  Always four rows, though some may be empty: one shape, compiled once.
+  """
+  place = np.full((4, width), -1)
   segment_ids = np.zeros(place.shape, np.int32)
   for row, members in enumerate(packing):
     at = 0
