@@ -1,6 +1,7 @@
 """Every preset: its settings hold, and its loss does not depend on the cut."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +58,8 @@ def _masks():
   return [np.r_[np.zeros(_PROMPT), np.ones(n)] for n in _LENGTHS]
 
 
-@pytest.fixture(scope='module')
-def tokens():
+@functools.cache
+def _tokens():
   """One number a token, of each array that a loss takes."""
   random = np.random.default_rng(3)
   proximal = random.normal(-1.8, 0.3, _TOKENS)
@@ -75,9 +76,9 @@ def tokens():
   }
 
 
-def _batch(name, tokens):
+def _batch(name):
   """What a preset makes of it: settings, token arrays, denominator."""
-  settings = _preset(name)
+  settings, tokens = _preset(name), _tokens()
   loss = settings.loss
   more = {}
   if settings.advantages.critic:
@@ -151,11 +152,25 @@ def _step(loss, arrays, denominator, place, segment_ids, put=jnp.asarray):
   return value, gradient, stats
 
 
-def _in_parts(batch, parts, **more):
-  """Results added, statistics merged."""
-  results = [_step(*batch, *_lay(part, _TOKENS), **more) for part in parts]
+def _added(results):
+  """Results of parts: numbers added, statistics merged."""
   values, gradients, stats = zip(*results)
   return sum(values), sum(gradients), policy.merge_stats(stats)
+
+
+_PADDED = [[0], [1], [2], [3]]
+
+
+@functools.cache
+def _whole(name):
+  return _step(*_batch(name), *_lay(_PADDED, _TOKENS))
+
+
+@functools.cache
+def _singles(name):
+  """Each sequence in a microbatch of its own."""
+  batch = _batch(name)
+  return [_step(*batch, *_lay([[i]], _TOKENS)) for i in range(4)]
 
 
 def _assert_close(result, whole):
@@ -168,40 +183,33 @@ def _assert_close(result, whole):
   )
 
 
-_PADDED = [[0], [1], [2], [3]]
-_CUTS = {
-    'packed': [[[2, 1, 0, 3]]],
-    'two_padded': [[[0], [1]], [[2], [3]]],
-    'two_packed': [[[3]], [[0, 2, 1]]],
-    'four': [[[i]] for i in range(4)],
-}
-
-
 @pytest.mark.parametrize('name', _NAMES)
-def test_loss_and_gradient_do_not_depend_on_the_cut(name, tokens):
-  batch = _batch(name, tokens)
-  whole = _in_parts(batch, [_PADDED])
+def test_loss_and_gradient_do_not_depend_on_the_cut(name):
+  """Packed or padded, in one, two or four microbatches."""
+  batch, whole = _batch(name), _whole(name)
   assert np.abs(whole[1]).max() > 1e-3
-  for parts in _CUTS.values():
-    _assert_close(_in_parts(batch, parts), whole)
+  _assert_close(_step(*batch, *_lay([[2, 1, 0, 3]], _TOKENS)), whole)
+  halves = [_lay(half, _TOKENS) for half in ([[3]], [[0, 2], [1]])]
+  _assert_close(_added([_step(*batch, *half) for half in halves]), whole)
+  _assert_close(_added(_singles(name)), whole)
 
 
+@pytest.mark.parametrize('shards', [2, 4])
 @pytest.mark.parametrize('name', _NAMES)
-def test_loss_and_gradient_do_not_depend_on_the_shards(name, tokens):
-  batch = _batch(name, tokens)
-  whole = _in_parts(batch, [_PADDED])
-  for shards in (2, 4):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:shards]), ('data',))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
-    copies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    loss, arrays, denominator = batch
-    arrays = dict(arrays, logps=jax.device_put(arrays['logps'], copies))
-    result = _in_parts(
-        (loss, arrays, denominator),
-        [_PADDED],
-        put=lambda x, rows=rows: jax.device_put(x, rows),
-    )
-    _assert_close(result, whole)
+def test_loss_and_gradient_do_not_depend_on_the_shards(name, shards):
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:shards]), ('data',))
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+  copies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  loss, arrays, denominator = _batch(name)
+  arrays = dict(arrays, logps=jax.device_put(arrays['logps'], copies))
+  result = _step(
+      loss,
+      arrays,
+      denominator,
+      *_lay(_PADDED, _TOKENS),
+      put=lambda x: jax.device_put(x, rows),
+  )
+  _assert_close(result, _whole(name))
 
 
 def _worst(result, whole):
@@ -212,37 +220,36 @@ def _worst(result, whole):
 
 
 @pytest.mark.parametrize('name', _NAMES)
-def test_a_denominator_of_the_part_alone_is_caught(name, tokens):
-  """Planted fault, for every preset."""
-  loss, arrays, _ = batch = _batch(name, tokens)
-  whole = _in_parts(batch, [_PADDED])
-  parts = []
-  for member in range(4):
-    own = aggregation.denominator(
-        loss.aggregation, [_masks()[member]], loss.constant_length
-    )
-    parts.append(_step(loss, arrays, own, *_lay([[member]], _TOKENS)))
-  mean = [sum(part[i] for part in parts) / 4 for i in range(2)]
-  if loss.aggregation == 'token_mean':  # a mean of means by sequence
-    assert _worst(mean, whole) > 1e-3
-  else:  # each part has one sequence, so that their mean is right by chance
-    total = [sum(part[i] for part in parts) for i in range(2)]
-    assert _worst(total, whole) > 1e-3
+def test_a_denominator_of_the_part_alone_is_caught(name):
+  """Planted fault, for every preset: each part divides by its own count."""
+  loss, _, denominator = _batch(name)
+  own = [
+      aggregation.denominator(loss.aggregation, [mask], loss.constant_length)
+      for mask in _masks()
+  ]
+  parts = [
+      [x * denominator / count for x in part[:2]]
+      for part, count in zip(_singles(name), own)
+  ]
+  # A mean over the parts is right by chance where each holds one sequence and
+  # sequences are what counts; their sum is not.
+  by_tokens = loss.aggregation == 'token_mean'
+  result = [sum(x) / (4 if by_tokens else 1) for x in zip(*parts)]
+  assert _worst(result, _whole(name)) > 1e-3
 
 
 @pytest.mark.parametrize('name', ['gspo', 'mis', 'sequence_rejection', 'gmpo'])
-def test_sequences_run_into_one_another_are_caught(name, tokens):
+def test_sequences_run_into_one_another_are_caught(name):
   """Planted fault: a row is taken for one sequence."""
-  batch = _batch(name, tokens)
-  whole = _in_parts(batch, [_PADDED])
+  batch = _batch(name)
   place, segment_ids = _lay([[2, 1, 0, 3]], _TOKENS)
   result = _step(*batch, place, np.minimum(segment_ids, 1))
-  assert _worst(result, whole) > 1e-3
+  assert _worst(result, _whole(name)) > 1e-3
 
 
-def test_a_second_moment_of_the_part_alone_is_caught(tokens):
+def test_a_second_moment_of_the_part_alone_is_caught():
   """Planted fault: M2PO's mask taken of each microbatch."""
-  loss, arrays, _ = _batch('m2po', tokens)
+  loss, arrays, _ = _batch('m2po')
   own = np.zeros(_TOKENS, np.float32)
   for start, end in zip(_STARTS, _STARTS[1:]):
     own[start:end] = policy.second_moment_keep(
@@ -255,9 +262,9 @@ def test_a_second_moment_of_the_part_alone_is_caught(tokens):
 
 
 @pytest.mark.parametrize('name', _NAMES)
-def test_nothing_in_the_mask_gives_a_loss_of_zero(name, tokens):
+def test_nothing_in_the_mask_gives_a_loss_of_zero(name):
   """Case A4: every answer was cut off and masked, the denominator is 0."""
-  loss, arrays, _ = _batch(name, tokens)
+  loss, arrays, _ = _batch(name)
   arrays = dict(arrays, mask=np.zeros(_TOKENS))
   place, segment_ids = _lay(_PADDED, _TOKENS)
   value, gradient, stats = _step(loss, arrays, 0.0, place, segment_ids)
@@ -267,9 +274,9 @@ def test_nothing_in_the_mask_gives_a_loss_of_zero(name, tokens):
 
 
 @pytest.mark.parametrize('name', _NAMES)
-def test_log_probs_far_apart_give_finite_numbers(name, tokens):
+def test_log_probs_far_apart_give_finite_numbers(name):
   """Differences of ±100 nats, at which every ratio would overflow."""
-  loss, arrays, denominator = _batch(name, tokens)
+  loss, arrays, denominator = _batch(name)
   signs = np.where(np.arange(_TOKENS) % 2, 100.0, -100.0)
   arrays = dict(arrays, behavior_logps=arrays['behavior_logps'] + signs)
   arrays['logps'] = (arrays['logps'] - signs).astype(np.float32)
@@ -280,13 +287,13 @@ def test_log_probs_far_apart_give_finite_numbers(name, tokens):
 
 
 @pytest.mark.parametrize('name', _NAMES)
-def test_at_the_policy_itself_the_gradient_is_that_of_reinforce(name, tokens):
+def test_at_the_policy_itself_the_gradient_is_that_of_reinforce(name):
   """η = 0 and one update: all three policies are one, ratios and weights 1.
 
   Then whatever a preset clips, gates or masks, its gradient is A / D times what
   a token counts; GSPO's and GMPO's spread A over their sequences.
   """
-  loss, arrays, denominator = _batch(name, tokens)
+  loss, arrays, denominator = _batch(name)
   loss = dataclasses.replace(loss, kl_coefficient=0.0)
   arrays.pop('reference_logps', None)
   for other in ('proximal_logps', 'behavior_logps'):
