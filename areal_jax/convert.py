@@ -236,12 +236,9 @@ def _save_checkpoint(
 
 def _tokenizer(path: str) -> dict[str, bytes]:
   """The files of a tokenizer, as they lie beside weights."""
-  return _flat(tokenizer_files.open_tokenizer(path).files)
-
-
-def _flat(files: Mapping[str, bytes]) -> dict[str, bytes]:
-  front = f'{tokenizer_files.FOLDER}/'
-  return {name.removeprefix(front): text for name, text in files.items()}
+  return tokenizer_files.beside_weights(
+      tokenizer_files.open_tokenizer(path).files
+  )
 
 
 def _files_of(asked: Conversion, found: Pretrained) -> dict[str, bytes]:
@@ -253,7 +250,7 @@ def _files_of(asked: Conversion, found: Pretrained) -> dict[str, bytes]:
     return _tokenizer(asked.tokenizer)
   if found.saved is not None:
     saved, front = found.saved, resume.TOKENIZER
-    return _flat(
+    return tokenizer_files.beside_weights(
         {
             name.removeprefix(front): saved.read(name)
             for name in saved.files

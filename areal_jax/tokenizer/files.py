@@ -80,6 +80,11 @@ def open_tokenizer(
   return Opened(opened, chat, contents)
 
 
+def beside_weights(files: Mapping[str, bytes]) -> dict[str, bytes]:
+  """`Opened.files` by the names that they have in a folder with weights."""
+  return {name.removeprefix(f'{FOLDER}/'): files[name] for name in files}
+
+
 def _files(path: pathlib.Path) -> dict[str, pathlib.Path]:
   """The files of the tokenizer at a path by their usual names."""
   if not path.is_dir():
