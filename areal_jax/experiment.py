@@ -139,8 +139,8 @@ class PolicySettings:
       'matching' takes the tensors that fit into `model` and leaves the others
       at their initial values.
     model: its shape where `path` is empty or `load` is 'matching'. The
-      vocabulary comes from the tokenizer; compute dtype, layer loop and remat
-      are taken from here in either case.
+      vocabulary comes from the tokenizer; compute dtype, layer loop, remat,
+      `moe.balance` and `moe.replay` are taken from here in either case.
   """
 
   path: str = ''
@@ -584,6 +584,12 @@ def _model(
         compute_dtype=model.compute_dtype,
         remat=model.remat,
     )
+    # How the routers are trained is no part of a published shape.
+    experts = dataclasses.replace(
+        model.moe, balance=policy.model.moe.balance,
+        replay=policy.model.moe.replay,
+    )  # fmt: skip
+    model = dataclasses.replace(model, moe=experts)
     require(
         tokenizer.vocab_size <= model.vocab_size,
         'config.tokenizer.path',
@@ -643,13 +649,17 @@ def initial_params(
 def _check_division(model: ModelConfig, settings: Experiment) -> None:
   """Refuses a mesh over which the policy does not divide."""
   mesh = settings.mesh
+  over_tensor = {'heads': model.heads}
+  if model.dense_layers:
+    over_tensor['mlp_width'] = model.mlp_width
+  if model.sparse_layers:
+    over_tensor['moe.experts'] = model.moe.experts
   for axis, parts, sizes in (
-      ('train.fsdp', mesh.train.fsdp, ('width',)),
-      ('train.tensor', mesh.train.tensor, ('heads', 'mlp_width')),
-      ('rollout.tensor', mesh.rollout.tensor, ('heads', 'mlp_width')),
+      ('train.fsdp', mesh.train.fsdp, {'width': model.width}),
+      ('train.tensor', mesh.train.tensor, over_tensor),
+      ('rollout.tensor', mesh.rollout.tensor, over_tensor),
   ):
-    for name in sizes:
-      size = getattr(model, name)
+    for name, size in sizes.items():
       require(
           size % parts == 0,
           f'config.mesh.{axis}',

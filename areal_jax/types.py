@@ -170,6 +170,9 @@ class Completion:
   text_end: int | None = None  # characters before the stop string
   weight_source: str = ''  # which replica answered
   raw_logps: np.ndarray | None = None  # [T] float32 at temperature 1, unmasked
+  # [P + T, L, k] int16, experts that each token of prompt and answer went to,
+  # -1 where nothing was recorded (the last token is never fed to the policy).
+  routing: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +235,7 @@ class Trajectory:
   admitted_version: int
   parent: int | None = None  # sample that this one branched from
   token_rewards: np.ndarray | None = None  # [T] float32
-  routing: np.ndarray | None = None  # [T, L, k] int32 experts, MoE only
+  routing: np.ndarray | None = None  # [T, L, k] int16 experts, -1 unknown
   timestamps: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
@@ -285,10 +288,13 @@ class Microbatch:
   advantages: np.ndarray  # [B, T] float32 units of reward
   versions: np.ndarray  # [B, T] int32
   temperatures: np.ndarray  # [B, T] float32
+  # [B, T, L, k] int16, experts to replay, -1 where the router chooses.
+  routing: np.ndarray | None = None
 
   def arrays(self) -> dict[str, np.ndarray]:
-    """The fields as a dict, the form in which jitted steps take them."""
-    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    """The fields that it has, the form in which jitted steps take them."""
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def segments_of(

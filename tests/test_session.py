@@ -28,8 +28,8 @@ from areal_jax.experiment import (
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh, cut
-from areal_jax.models import hf
-from areal_jax.models.config import ModelConfig
+from areal_jax.models import hf, transformer
+from areal_jax.models.config import ModelConfig, MoeSettings
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout import client
 from areal_jax.rollout.controller import TooManyFailures
@@ -625,3 +625,34 @@ def test_shuffled_rewards_are_the_same_rewards():
   assert dataclasses.replace(dealt[0], trajectories=()) == dataclasses.replace(
       groups[0], trajectories=()
   )
+
+
+# A policy with experts.
+
+
+def test_a_sparse_policy_trains_with_its_engines_routing(tmp_path):
+  model = ModelConfig(
+      family='mixtral',
+      width=32,
+      layers=2,
+      heads=4,
+      kv_heads=2,
+      head_size=8,
+      max_length=64,
+      moe=MoeSettings(experts=4, width=16, balance=0.01, replay=True),
+  )
+  settings = experiment(tmp_path, policy__model=model, rollout__eta=1.0)
+  result = session.run(settings)
+  rows = [r for r in rows_of(result, 'metrics.jsonl') if 'router_balance' in r]
+  assert len(rows) == 4
+  for row in rows:
+    assert 1 <= row['router_balance'] <= 4  # 2 where even, 4 if all to one
+    assert 0 < row['router_entropy'] <= np.log(4) + 1e-5
+    assert row['router_load_max'] >= 1
+  gaps = [row.get('logprob_gap_fresh_max', 0.0) for row in rows]
+  assert 0 < max(gaps) < 1e-4
+  config, params = hf.load_hf(result.folder / run_folder.POLICY, None, None)
+  assert config.moe.experts == 4
+  start = transformer.init_params(config, settings.seed, None, None)
+  moved = params['blocks']['router'] - start['blocks']['router']
+  assert 0 < np.abs(moved).max() < 0.5

@@ -30,6 +30,11 @@ class Rules:
   kv_heads: str | None = 'tensor'  # whole where it does not divide
   head: str | None = None
   mlp: str | None = 'tensor'
+  # Experts are cut like heads: where tokens are whole, each device runs its own
+  # on all of them. `expert_mlp` cuts their columns, for few experts.
+  expert: str | None = 'tensor'
+  expert_mlp: str | None = None
+  scores: str | None = None  # columns of a router, one an expert
   # Activations and caches.
   batch: str | None = 'fsdp'  # rows B
   tokens: str | None = 'fsdp'  # rows · tokens, flattened

@@ -18,6 +18,10 @@ from typing import Any, Callable, Literal, Mapping
 
 from areal_jax.config import ConfigError, require
 
+# Parameters of a block that not every layer has.
+MLP_PARAMETERS = ('gate', 'up', 'down')
+EXPERT_PARAMETERS = ('router', 'expert_gate', 'expert_up', 'expert_down')
+
 
 @dataclasses.dataclass
 class RopeScaling:
@@ -95,6 +99,48 @@ class RopeScaling:
 
 
 @dataclasses.dataclass
+class MoeSettings:
+  """Experts in place of the MLP, and what training does with their routers.
+
+  Attributes:
+    experts: E of a sparse layer; 0 for a policy without any.
+    chosen: k, experts that a token goes to.
+    width: columns of one expert.
+    renormalise: whether the weights of the chosen ones add up to 1.
+    dense_layers: numbers of the layers that keep a plain MLP.
+    balance: what the load-balance loss of training is multiplied by. Any but 0
+      costs one more forward pass: see `train.step`.
+    replay: whether the trainer sends tokens to the experts that the engine sent
+      them to. The engine then records 2 bytes for each choice, that is
+      2 L k bytes a token, which travel with the answer until it is trained.
+  """
+
+  experts: int = 0
+  chosen: int = 2
+  width: int = 256
+  renormalise: bool = True
+  dense_layers: tuple[int, ...] = ()
+  balance: float = 0.0
+  replay: bool = False
+
+  def validate(self, at: str) -> None:
+    most = 32_767  # a choice is recorded in 16 bits
+    right = 0 <= self.experts <= most
+    require(right, f'{at}.experts', self.experts, f'0 to {most}')
+    right = math.isfinite(self.balance) and self.balance >= 0
+    require(right, f'{at}.balance', self.balance, 'at least 0 and finite')
+    require(self.width >= 1, f'{at}.width', self.width, 'at least 1')
+    if self.experts:
+      right = 1 <= self.chosen <= self.experts
+      wanted = f'1 to experts={self.experts}'
+      require(right, f'{at}.chosen', self.chosen, wanted)
+      return
+    for name in ('balance', 'replay', 'dense_layers'):
+      value = getattr(self, name)
+      require(not value, f'{at}.{name}', value, f'none, for {at}.experts is 0')
+
+
+@dataclasses.dataclass
 class ModelConfig:
   """Shape and arithmetic of one policy. The defaults are a toy."""
 
@@ -123,6 +169,7 @@ class ModelConfig:
   sliding_window: int = 0  # tokens seen in a sliding layer, its own included
   sliding_layers: tuple[int, ...] = ()  # numbers of the layers that slide
   sliding_rope_theta: float = 0.0  # theirs, unscaled; 0: that of the others
+  moe: MoeSettings = dataclasses.field(default_factory=MoeSettings)
   vocab_multiple: int = 1  # the vocabulary is padded to a multiple of this
   layer_loop: Literal['scan', 'unroll'] = 'unroll'  # scan compiles faster
   compute_dtype: Literal['float32', 'bfloat16'] = 'float32'
@@ -167,6 +214,7 @@ class ModelConfig:
       require(right, f'{at}.{name}', value, 'at least 0 and finite')
     self._validate_sliding(at)
     self._validate_rope(at)
+    self._validate_dense_layers(at)
 
   def _validate_sliding(self, at: str) -> None:
     slide, window = self.sliding_layers, self.sliding_window
@@ -181,6 +229,23 @@ class ModelConfig:
     right = window >= 1 if slide else window == 0
     require(right, f'{at}.sliding_window', window, wanted)
 
+  def _validate_dense_layers(self, at: str) -> None:
+    dense = self.moe.dense_layers
+    numbers = sorted({n for n in dense if 0 <= n < self.layers})
+    require(
+        list(dense) == numbers and len(dense) < self.layers,
+        f'{at}.moe.dense_layers',
+        dense,
+        f'numbers of layers, ascending, not all of layers={self.layers}',
+    )
+    # Layers of two kinds are two stacks, which no one scan walks.
+    require(
+        not dense or self.layer_loop == 'unroll',
+        f'{at}.layer_loop',
+        self.layer_loop,
+        f"'unroll' with moe.dense_layers={dense}",
+    )
+
   def _validate_rope(self, at: str) -> None:
     # Both formulas divide by a number that would be 0.
     if self.rope_scaling.kind == 'yarn':
@@ -189,6 +254,31 @@ class ModelConfig:
     if self.rope_scaling.kind == 'dynamic':
       size = self.head_size
       require(size > 2, f'{at}.head_size', size, 'above 2 for dynamic RoPE')
+
+  @property
+  def sparse_layers(self) -> tuple[int, ...]:
+    """Numbers of the layers that have experts."""
+    every = range(self.layers if self.moe.experts else 0)
+    return tuple(n for n in every if n not in self.moe.dense_layers)
+
+  @property
+  def dense_layers(self) -> tuple[int, ...]:
+    """Numbers of the layers that have a plain MLP."""
+    sparse = self.sparse_layers
+    return tuple(n for n in range(self.layers) if n not in sparse)
+
+  def layers_with(self, parameter: str) -> tuple[int, ...]:
+    """Numbers of the layers that have this parameter of a block."""
+    if parameter in EXPERT_PARAMETERS:
+      return self.sparse_layers
+    if parameter in MLP_PARAMETERS:
+      return self.dense_layers
+    return tuple(range(self.layers))
+
+  @property
+  def routing_shape(self) -> tuple[int, int]:
+    """Sparse layers, and experts that each sends a token to."""
+    return len(self.sparse_layers), self.moe.chosen
 
   @property
   def padded_vocab_size(self) -> int:
@@ -276,6 +366,15 @@ _GEMMA_TENSORS = {
     'mlp_norm': 'model.layers.{layer}.pre_feedforward_layernorm.weight'
 }
 
+_MIXTRAL_TENSORS = {
+    name: f'model.layers.{{layer}}.block_sparse_moe.{theirs}.weight'
+    for name, theirs in (
+        ('router', 'gate'),
+        ('expert_gate', 'experts.{expert}.w1'),
+        ('expert_up', 'experts.{expert}.w3'),
+        ('expert_down', 'experts.{expert}.w2'),
+    )
+}
 FAMILIES: dict[str, Family] = {
     # Llama 2 and 3, SmolLM2, R1-Distill-Llama.
     'llama': Family('LlamaForCausalLM'),
@@ -325,6 +424,37 @@ FAMILIES: dict[str, Family] = {
         },
         slides=functools.partial(_all_but_each, 6),
         tensors=_GEMMA_TENSORS,
+    ),
+    'mixtral': Family(
+        'MixtralForCausalLM',
+        defaults={
+            'num_key_value_heads': 8,
+            'max_position_embeddings': 131_072,
+            'rope_theta': 1_000_000.0,
+            'rms_norm_eps': 1e-5,
+            'sliding_window': None,
+            'num_experts': 8,
+            'num_experts_per_tok': 2,
+        },
+        slides=_all_layers,
+        tensors=_MIXTRAL_TENSORS,
+    ),
+    'qwen3_moe': Family(
+        'Qwen3MoeForCausalLM',
+        settings=dict(qk_norm=True),
+        defaults={
+            'num_key_value_heads': 4,
+            'max_position_embeddings': 32768,
+            'use_sliding_window': False,
+            'sliding_window': 4096,
+            'num_experts': 128,
+            'num_experts_per_tok': 8,
+            'moe_intermediate_size': 768,
+            'norm_topk_prob': False,
+            'decoder_sparse_step': 1,
+            'mlp_only_layers': (),
+        },
+        slides=_all_layers,
     ),
 }
 
@@ -393,6 +523,7 @@ def config_from_hf(
       sliding_window=window,
       sliding_layers=slide,
       sliding_rope_theta=sliding_theta,
+      moe=_moe(fields, at, family, layers),
       **{
           ours: _number(fields, theirs, None, at)
           for theirs, ours in _NUMBERS.items()
@@ -449,6 +580,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     described['rope_local_base_freq'] = local
   if family.slides is not None:
     described.update(_sliding_to_hf(config, family))
+  if 'num_experts' in reads:
+    described.update(_moe_to_hf(config, family))
   return described
 
 
@@ -504,6 +637,47 @@ def _sliding(
   require(window is not None, f'{at}: sliding_window', window,
           f'a number of tokens, for layers {numbers} slide')  # fmt: skip
   return _size(fields, 'sliding_window', None, at), tuple(numbers)
+
+
+def _moe(
+    fields: Mapping[str, Any], at: str, family: Family, layers: int
+) -> MoeSettings:
+  """The experts of a family that has them.
+
+  Mixtral says in `intermediate_size` how wide they are, always renormalises and
+  has no dense layer. transformers 5 writes `num_local_experts` for all.
+  """
+  reads = family.defaults
+  if 'num_experts' not in reads:
+    return MoeSettings()
+  number = _size(fields, 'num_experts', None, at)
+  number = _size(fields, 'num_local_experts', number, at)
+  chosen = _size(fields, 'num_experts_per_tok', None, at)
+  wanted = f'at most the {number} experts'
+  require(chosen <= number, f'{at}: num_experts_per_tok', chosen, wanted)
+  width = _size(fields, 'intermediate_size', None, at)
+  settings = MoeSettings(
+      experts=number,
+      chosen=chosen,
+      width=_size(fields, 'moe_intermediate_size', width, at),
+      renormalise='norm_topk_prob' not in reads
+      or _truth(fields, 'norm_topk_prob', at),
+  )
+  if 'decoder_sparse_step' in reads:
+    step = _size(fields, 'decoder_sparse_step', None, at)
+    named = fields['mlp_only_layers']
+    listed = isinstance(named, (list, tuple))
+    require(listed, f'{at}: mlp_only_layers', named, 'a list of layers')
+    settings.dense_layers = tuple(
+        n for n in range(layers) if n in named or (n + 1) % step
+    )
+    require(
+        len(settings.dense_layers) < layers,
+        f'{at}: mlp_only_layers',
+        named,
+        f'some layer with experts, decoder_sparse_step being {step}',
+    )
+  return settings
 
 
 def _rope(
@@ -655,9 +829,46 @@ def _check_family(config: ModelConfig) -> None:
     fixed['sliding_layers'] = tuple(range(config.layers))
   if 'rope_local_base_freq' not in family.defaults:
     fixed['sliding_rope_theta'] = 0.0
+  if 'num_experts' not in family.defaults:
+    require(not config.moe.experts, 'moe.experts', config.moe.experts,
+            f'0 in family {name!r}')  # fmt: skip
+  else:
+    _check_moe(config, family)
   for key, wanted in fixed.items():
     seen = getattr(config, key)
     require(seen == wanted, key, seen, f'{wanted!r} in family {name!r}')
+
+
+def _check_moe(config: ModelConfig, family: Family) -> None:
+  moe, name = config.moe, config.family
+  right = moe.experts > 0
+  require(right, 'moe.experts', moe.experts, f'above 0 in family {name!r}')
+  if 'norm_topk_prob' not in family.defaults:
+    require(moe.renormalise, 'moe.renormalise', False, f'True in {name!r}')
+  if 'mlp_only_layers' not in family.defaults:
+    dense = moe.dense_layers
+    require(not dense, 'moe.dense_layers', dense, f'none in family {name!r}')
+
+
+def _moe_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
+  moe = config.moe
+  described: dict[str, Any] = {
+      'num_experts_per_tok': moe.chosen,
+      'router_aux_loss_coef': moe.balance,
+      'output_router_logits': False,
+  }
+  if 'mlp_only_layers' not in family.defaults:  # Mixtral
+    return described | {
+        'num_local_experts': moe.experts,
+        'intermediate_size': moe.width,
+    }
+  return described | {
+      'num_experts': moe.experts,
+      'moe_intermediate_size': moe.width,
+      'norm_topk_prob': moe.renormalise,
+      'decoder_sparse_step': 1,
+      'mlp_only_layers': list(moe.dense_layers),
+  }
 
 
 def _sliding_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:

@@ -49,14 +49,15 @@ class Row:
   """A published tensor and ours.
 
   Where the name has a {layer}, published tensors are stacked along our first
-  axis; what follows is of the axes behind it.
+  axis, one for each layer that has it; where it has an {expert}, along our
+  second one too. What follows is of the axes behind them.
 
   `inputs` is the number of our axes that a matrix sums over. Published ones
   are [outputs, inputs], ours have the inputs first and heads as an axis of
   their own. None keeps the order of axes.
   """
 
-  hf: str  # Llama's, where families differ
+  hf: str  # the first one's, where families differ
   path: tuple[str, ...]
   inputs: int | None = None
 
@@ -80,6 +81,7 @@ class Row:
 
 
 _L = 'model.layers.{layer}.'
+_E = _L + 'mlp.experts.{expert}.'
 ROWS = (
     Row('model.embed_tokens.weight', ('embedding',)),
     Row(_L + 'input_layernorm.weight', ('blocks', 'attention_norm')),
@@ -101,6 +103,10 @@ ROWS = (
     Row(_L + 'mlp.gate_proj.weight', ('blocks', 'gate'), 1),
     Row(_L + 'mlp.up_proj.weight', ('blocks', 'up'), 1),
     Row(_L + 'mlp.down_proj.weight', ('blocks', 'down'), 1),
+    Row(_L + 'mlp.gate.weight', ('blocks', 'router'), 1),
+    Row(_E + 'gate_proj.weight', ('blocks', 'expert_gate'), 1),
+    Row(_E + 'up_proj.weight', ('blocks', 'expert_up'), 1),
+    Row(_E + 'down_proj.weight', ('blocks', 'expert_down'), 1),
     Row(_L + 'post_feedforward_layernorm.weight', ('blocks', 'mlp_post_norm')),
     Row('model.norm.weight', ('final_norm',)),
     Row('lm_head.weight', ('unembedding',), 1),
@@ -296,9 +302,12 @@ class _Source:
   def fits(self, row: Row) -> bool:
     """Whether the published tensors make up a parameter like this."""
     parts = _parts(self.config, row)
-    more = row.hf.format(layer=len(parts))
-    if more not in [name for name, _ in parts] and more in self.tensors:
-      return False  # there are more layers
+    more = {
+        row.hf.format(layer=self.config.layers, expert=0),
+        row.hf.format(layer=0, expert=self.config.moe.experts),
+    } - {name for name, _ in parts}
+    if more & set(self.tensors):
+      return False  # there are more layers, or more experts
     wanted = self._wanted(row)
     return all(
         name in self.tensors
@@ -552,7 +561,14 @@ def _parts(config: ModelConfig, row: Row) -> list[tuple[str, tuple[int, ...]]]:
   """Published tensors that make up a parameter, with their places in it."""
   if '{layer}' not in row.hf:
     return [(row.hf, ())]
-  return [(row.hf.format(layer=n), (n,)) for n in range(config.layers)]
+  layers = config.layers_with(row.path[-1])
+  if '{expert}' not in row.hf:
+    return [(row.hf.format(layer=n), (i,)) for i, n in enumerate(layers)]
+  return [
+      (row.hf.format(layer=n, expert=e), (i, e))
+      for i, n in enumerate(layers)
+      for e in range(config.moe.experts)
+  ]
 
 
 def _in_order(
@@ -563,7 +579,9 @@ def _in_order(
   keyed = []
   for number, row in enumerate(rows):
     for name, place in _parts(config, row):
-      layer = place[0] if place else -1 if number < first else config.layers
+      layer = -1 if number < first else config.layers
+      if place:
+        layer = config.layers_with(row.path[-1])[place[0]]
       keyed.append(((layer, number, place), (row, name, place)))
   return [part for _, part in sorted(keyed, key=lambda k: k[0])]
 

@@ -32,8 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import attention
+from areal_jax.models import attention, moe
 from areal_jax.models.config import ModelConfig, RopeScaling
+from areal_jax.models.moe import Routing
 
 Array = jax.Array
 Mesh = jax.sharding.Mesh
@@ -78,7 +79,10 @@ class Prefix:
 
 
 class Block(nnx.Module):
-  """All layers, stacked; a slice of its parameters along L is one layer."""
+  """All layers, stacked; a slice of its parameters along L is one layer.
+
+  A plain MLP and experts are two stacks, each of the layers that have it.
+  """
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     c = config
@@ -88,8 +92,8 @@ class Block(nnx.Module):
     # 2 L matrices add to the residual stream; this keeps its variance near 1.
     shrink = 1 / math.sqrt(2 * c.layers)
 
-    def matrix(shape, axes, std):
-      return _normal(rngs, (c.layers, *shape), ('layer', *axes), std)
+    def matrix(shape, axes, std, layers=c.layers):
+      return _normal(rngs, (layers, *shape), ('layer', *axes), std)
 
     def constant(value, shape, axes):
       return _constant(value, (c.layers, *shape), ('layer', *axes))
@@ -113,10 +117,21 @@ class Block(nnx.Module):
     if c.post_norms:
       self.attention_post_norm = constant(one, (d,), ('norm',))
       self.mlp_post_norm = constant(one, (d,), ('norm',))
-    f = c.mlp_width
-    self.gate = matrix((d, f), ('embed', 'mlp'), inside)
-    self.up = matrix((d, f), ('embed', 'mlp'), inside)
-    self.down = matrix((f, d), ('mlp', 'embed'), shrink / math.sqrt(f))
+    if dense := len(c.dense_layers):
+      f = c.mlp_width
+      self.gate = matrix((d, f), ('embed', 'mlp'), inside, dense)
+      self.up = matrix((d, f), ('embed', 'mlp'), inside, dense)
+      std = shrink / math.sqrt(f)
+      self.down = matrix((f, d), ('mlp', 'embed'), std, dense)
+    if sparse := len(c.sparse_layers):
+      e, f = c.moe.experts, c.moe.width
+      self.router = matrix((d, e), ('embed', 'scores'), inside, sparse)
+      axes = ('expert', 'embed', 'expert_mlp')
+      self.expert_gate = matrix((e, d, f), axes, inside, sparse)
+      self.expert_up = matrix((e, d, f), axes, inside, sparse)
+      axes = ('expert', 'expert_mlp', 'embed')
+      std = shrink / math.sqrt(f)
+      self.expert_down = matrix((e, f, d), axes, std, sparse)
 
   def __call__(
       self,
@@ -126,7 +141,9 @@ class Block(nnx.Module):
       cache: Any,
       attend: Attend,
       layout: _Layout,
-  ) -> tuple[Array, Any, Any]:
+      routers: _Routers,
+      sparse: bool,
+  ) -> tuple[Array, Any, Any, Routing | None]:
     """One layer on flat tokens; this module holds one layer's parameters.
 
     Args:
@@ -137,9 +154,11 @@ class Block(nnx.Module):
       cache: passed to `attend` and on.
       attend: see `Attend`.
       layout: constrains activations.
+      routers: what is given to and asked of the layer's router.
+      sparse: whether the layer has experts.
 
     Returns:
-      [M, D], the cache, and what `attend` gave to collect.
+      [M, D], the cache, what `attend` gave to collect, and what the router did.
     """
     c = self.config
     h = _rms_norm(c, x, self.attention_norm)
@@ -163,12 +182,41 @@ class Block(nnx.Module):
       more = _rms_norm(c, more, self.attention_post_norm)
     x = layout(x + more, 'tokens', 'width')
     h = _rms_norm(c, x, self.mlp_norm)
-    gate = _ACTIVATIONS[c.activation](h @ self.gate[...].astype(h.dtype))
-    h = layout(gate * (h @ self.up[...].astype(h.dtype)), 'tokens', 'mlp')
-    more = h @ self.down[...].astype(h.dtype)
+    routing = None
+    if sparse:
+      more, routing = self._experts(h, layout, routers)
+    else:
+      gate = _ACTIVATIONS[c.activation](h @ self.gate[...].astype(h.dtype))
+      h = layout(gate * (h @ self.up[...].astype(h.dtype)), 'tokens', 'mlp')
+      more = h @ self.down[...].astype(h.dtype)
     if c.post_norms:
       more = _rms_norm(c, more, self.mlp_post_norm)
-    return layout(x + more, 'tokens', 'width'), cache, collected
+    return layout(x + more, 'tokens', 'width'), cache, collected, routing
+
+  def _experts(
+      self, h: Array, layout: _Layout, routers: _Routers
+  ) -> tuple[Array, Routing]:
+    c = self.config
+    experts, weights, probabilities = moe.route(
+        h,
+        self.router[...],
+        chosen=c.moe.chosen,
+        renormalise=c.moe.renormalise,
+        given=routers.given,
+    )
+    mixed = moe.mix(
+        h,
+        experts,
+        weights,
+        self.expert_gate[...],
+        self.expert_up[...],
+        self.expert_down[...],
+        activation=_ACTIVATIONS[c.activation],
+        platform=layout.platform,
+        mesh=layout.mesh,
+        rules=layout.rules,
+    )
+    return mixed, moe.measure(experts, probabilities, routers.real)
 
 
 class Transformer(nnx.Module):
@@ -192,7 +240,8 @@ class Transformer(nnx.Module):
       cache: Any,
       attend: Attend,
       layout: _Layout,
-  ) -> tuple[Array, Any, Any]:
+      routers: _Routers | None = None,
+  ) -> tuple[Array, Any, Any, Routing | None]:
     """All layers on flat tokens.
 
     Args:
@@ -201,9 +250,11 @@ class Transformer(nnx.Module):
       cache: carried through the layers whole, so that writes stay in place.
       attend: see `Attend`.
       layout: constrains activations.
+      routers: of all sparse layers, along their L.
 
     Returns:
-      [M, D] of the last layer, the cache, and the collected stacked along L.
+      [M, D] of the last layer, the cache, the collected stacked along L, and
+      what the routers did along the L of sparse layers, None without any.
     """
     c = self.config
     x = self.embedding[...][ids].astype(c.compute_dtype)
@@ -212,29 +263,41 @@ class Transformer(nnx.Module):
       x = x * jnp.asarray(math.sqrt(c.width), x.dtype)
     x = layout(x, 'tokens', 'width')
     ropes = _ropes(c, positions)
+    routers = routers or _Routers()
     one_layer, stacked = nnx.split(self.blocks)
 
-    def step(carry, layer, weights):
+    def step(carry, layer, weights, given):
       x, cache = carry
       block = nnx.merge(one_layer, weights)
-      rope = _of_layer(c, layer, *ropes)
-      x, cache, collected = block(x, rope, layer, cache, attend, layout)
-      return (x, cache), collected
+      x, cache, collected, routing = block(
+          x,
+          _of_layer(c, layer, *ropes),
+          layer,
+          cache,
+          attend,
+          layout,
+          _Routers(given, routers.real),
+          # In a scan all layers are of one kind.
+          sparse=(0 if c.layer_loop == 'scan' else layer) in c.sparse_layers,
+      )
+      return (x, cache), (collected, routing)
 
     if c.layer_loop == 'scan':
       body = lambda carry, inputs: step(carry, *inputs)
       if c.remat:
         body = jax.checkpoint(body, prevent_cse=False)
-      layers = jnp.arange(c.layers)
-      (x, cache), collected = jax.lax.scan(body, (x, cache), (layers, stacked))
-      return x, cache, collected
+      inputs = jnp.arange(c.layers), stacked, routers.given
+      (x, cache), gathered = jax.lax.scan(body, (x, cache), inputs)
+      return x, cache, *gathered
     body = jax.checkpoint(step, static_argnums=1) if c.remat else step
-    carry, rows = (x, cache), []
+    carry, rows, routings = (x, cache), [], []
     for layer in range(c.layers):
-      weights = jax.tree.map(operator.itemgetter(layer), stacked)
-      carry, collected = body(carry, layer, weights)
+      weights, given = _one_layer(c, stacked, routers.given, layer)
+      carry, (collected, routing) = body(carry, layer, weights, given)
       rows.append(collected)
-    return *carry, jax.tree.map(lambda *r: jnp.stack(r), *rows)
+      if routing is not None:
+        routings.append(routing)
+    return *carry, _stacked(rows), _stacked(routings) if routings else None
 
   def unembed(self, x: Array, layout: _Layout) -> Array:
     """Logits [M, V] float32 of the normed hidden states [M, D]."""
@@ -332,18 +395,50 @@ def hidden(
   Returns:
     [B, T, D] in `config.compute_dtype`, to be passed to `unembed`.
   """
+  return hidden_routed(
+      config, params, ids, positions, segment_ids, mesh=mesh, rules=rules
+  )[0]
+
+
+def hidden_routed(
+    config: ModelConfig,
+    params: Params,
+    ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    given: Array | None = None,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> tuple[Array, Routing | None]:
+  """`hidden`, and what the routers did; None in a policy without experts.
+
+  Args:
+    config: of the policy.
+    params: of the policy.
+    ids: see `hidden`.
+    positions: see `hidden`.
+    segment_ids: see `hidden`; padding counts in no sum of the routing.
+    given: [B, T, L, k] experts that tokens are to go to, L the sparse layers;
+      a token with `moe.UNKNOWN` chooses. None lets all choose.
+    mesh: where the parameters lie; None for one device.
+    rules: how they lie there.
+  """
   model, layout = _merged(config, params), _Layout(mesh, rules)
+  if given is not None:
+    given = jnp.swapaxes(given.reshape(ids.size, *config.routing_shape), 0, 1)
+  routers = _Routers(given, segment_ids.reshape(-1) != 0)
   # A sequence lies in one piece, so that places tell how far tokens are apart.
   places = jnp.arange(ids.shape[1])
   same = segment_ids[:, :, None] == segment_ids[:, None, :]
   same &= (segment_ids != 0)[:, None, :]
   masks = _masks(config, same, places, places)
   attend = _row_attention(config, ids.shape, masks, layout)
-  x, _, _ = model.walk(
-      ids.reshape(-1), positions.reshape(-1), None, attend, layout
+  x, _, _, routing = model.walk(
+      ids.reshape(-1), positions.reshape(-1), None, attend, layout, routers
   )
   x = _rms_norm(config, x, model.final_norm)
-  return x.reshape(*ids.shape, -1)
+  return x.reshape(*ids.shape, -1), routing
 
 
 def unembed(
@@ -382,10 +477,34 @@ def forward(
     rules: Rules | None = None,
 ) -> Array:
   """Next-token logits [B, T, V] float32 of packed rows: `unembed(hidden)`."""
-  x = hidden(
+  return forward_routed(
       config, params, ids, positions, segment_ids, mesh=mesh, rules=rules
+  )[0]
+
+
+def forward_routed(
+    config: ModelConfig,
+    params: Params,
+    ids: Array,
+    positions: Array,
+    segment_ids: Array,
+    *,
+    given: Array | None = None,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> tuple[Array, Routing | None]:
+  """`unembed(hidden)` and the routing; arguments as in `hidden_routed`."""
+  x, routing = hidden_routed(
+      config,
+      params,
+      ids,
+      positions,
+      segment_ids,
+      given=given,
+      mesh=mesh,
+      rules=rules,
   )
-  return unembed(config, params, x, mesh=mesh, rules=rules)
+  return unembed(config, params, x, mesh=mesh, rules=rules), routing
 
 
 def prefill(
@@ -417,6 +536,22 @@ def prefill(
     Keys and values [L, B, T, K, H] of these tokens in `config.compute_dtype`,
     keys rotated.
   """
+  return prefill_routed(
+      config, params, ids, lengths, prefix, mesh=mesh, rules=rules
+  )[0]
+
+
+def prefill_routed(
+    config: ModelConfig,
+    params: Params,
+    ids: Array,
+    lengths: Array,
+    prefix: Prefix | None = None,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> tuple[tuple[Array, Array], Array | None]:
+  """`prefill`, and the experts [L, B · T, k] of the sparse layers, if any."""
   model, layout = _merged(config, params), _Layout(mesh, rules)
   places = jnp.arange(ids.shape[1])
   positions = jnp.broadcast_to(places, ids.shape)
@@ -432,10 +567,10 @@ def prefill(
   attend = _row_attention(
       config, ids.shape, masks, layout, prefix=prefix, collect=True
   )
-  _, _, collected = model.walk(
+  _, _, collected, routing = model.walk(
       ids.reshape(-1), positions.reshape(-1), None, attend, layout
   )
-  return collected
+  return collected, None if routing is None else routing.experts
 
 
 def decode(
@@ -471,6 +606,34 @@ def decode(
   Returns:
     Logits [S, V] float32, keys, values.
   """
+  return decode_routed(
+      config,
+      params,
+      ids,
+      positions,
+      keys,
+      values,
+      page_table,
+      write_ok,
+      mesh=mesh,
+      rules=rules,
+  )[0]
+
+
+def decode_routed(
+    config: ModelConfig,
+    params: Params,
+    ids: Array,
+    positions: Array,
+    keys: Array,
+    values: Array,
+    page_table: Array,
+    write_ok: Array,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> tuple[tuple[Array, Array, Array], Array | None]:
+  """`decode`, and the experts [L, S, k] of the sparse layers, if any."""
   model, layout = _merged(config, params), _Layout(mesh, rules)
   page = keys.shape[2]
   column = (positions // page)[:, None]
@@ -497,12 +660,56 @@ def decode(
     )
     return mixed, (keys, values), None
 
-  x, cache, _ = model.walk(ids, positions, (keys, values), attend, layout)
+  x, cache, _, routing = model.walk(
+      ids, positions, (keys, values), attend, layout
+  )
   x = _rms_norm(config, x, model.final_norm)
-  return model.unembed(x, layout), *cache
+  experts = None if routing is None else routing.experts
+  return (model.unembed(x, layout), *cache), experts
 
 
 # Helpers.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Routers:
+  """What is given to routers and asked of them.
+
+  Attributes:
+    given: [M, k] choices to use, or [L, M, k]; None lets the routers choose.
+    real: [M] bool, tokens whose sums are wanted; None for no sums.
+  """
+
+  given: Array | None = None
+  real: Array | None = None
+
+
+def _one_layer(
+    config: ModelConfig, stacked: nnx.State, given: Array | None, layer: int
+) -> tuple[nnx.State, Array | None]:
+  """Parameters and given choices of a layer.
+
+  Of the stack that the layer has no part in, its first is taken and not used.
+  """
+
+  def place(name):
+    layers = config.layers_with(name)
+    return layers.index(layer) if layer in layers else 0
+
+  weights = nnx.State(
+      {
+          name: jax.tree.map(operator.itemgetter(place(name)), value)
+          for name, value in stacked.items()
+      }
+  )
+  if given is not None:
+    sparse = layer in config.sparse_layers
+    given = given[place('router')] if sparse else None
+  return weights, given
+
+
+def _stacked(rows: list[Any]) -> Any:
+  return jax.tree.map(lambda *r: jnp.stack(r), *rows)
 
 
 class _Layout:

@@ -39,6 +39,7 @@ from areal_jax.config import require
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.moe import UNKNOWN
 from areal_jax.rollout import sampling
 from areal_jax.types import Request, SamplingParams
 
@@ -102,7 +103,7 @@ class EngineSettings:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=['keys', 'values', 'ids', 'length'],
+    data_fields=['keys', 'values', 'ids', 'length', 'routing'],
     meta_fields=[],
 )
 @dataclasses.dataclass
@@ -113,6 +114,7 @@ class Prefix:
   values: Array  # [L, T, K, H]
   ids: Array  # [T] int32, padded prompt
   length: Array  # [] int32, true length
+  routing: Array | None = None  # [T, L, k] int16 experts, where recorded
 
 
 @jax.tree_util.register_dataclass
@@ -147,6 +149,8 @@ class StepResult:
   active: Array  # [S] bool, after the last step
   stopped: Array  # [S] bool, ended by a stop id (and not by its limit)
   steps: Array  # [] int32, steps really run
+  # [S, k, L, experts a token] int16, of the token that was fed, where recorded
+  routing: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +213,9 @@ class Engine:
         self._generate_program, out_shardings=(state, alone)
     )
     self._rebuild = compiled(
-        self._rebuild_program, out_shardings=state, static_argnames='pages'
+        self._rebuild_program,
+        out_shardings=(state, alone),
+        static_argnames='pages',
     )
     self._release = compiled(self._release_program, out_shardings=state)
 
@@ -351,17 +357,35 @@ class Engine:
       longest: tokens in the longest of them, if the caller knows; the program
         reads no further than the power of two of pages that holds it.
     """
+    return self.rebuild_routed(params, state, slots, longest)[0]
+
+  def rebuild_routed(
+      self,
+      params: Params,
+      state: DecodeState,
+      slots: Sequence[int],
+      longest: int | None = None,
+  ) -> tuple[DecodeState, list[Array]]:
+    """`rebuild`, and the choices of experts that are behind the new caches.
+
+    Returns:
+      The state, and [R, T, L, k] int16 for each R = `rebuild_rows` slots in
+      turn; an empty list where choices are not recorded.
+    """
     s = self.settings
     pages = s.pages_per_slot
     if longest is not None:
       needed = max(1, math.ceil(longest / s.page_size))
       pages = min(pages, 1 << (needed - 1).bit_length())
+    recorded: list[Array] = []
     for start in range(0, len(slots), s.rebuild_rows):
       rows = np.full(s.rebuild_rows, -1, np.int32)
       chunk = slots[start : start + s.rebuild_rows]
       rows[: len(chunk)] = chunk
-      state = self._rebuild(params, state, rows, pages=pages)
-    return state
+      state, routing = self._rebuild(params, state, rows, pages=pages)
+      if routing is not None:
+        recorded.append(routing)
+    return state, recorded
 
   def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
     """Ends slots whose requests nobody waits for any more."""
@@ -421,7 +445,7 @@ class Engine:
     )
 
   def _prefill_program(self, params, padded_tokens, true_length):
-    keys, values = transformer.prefill(
+    (keys, values), experts = transformer.prefill_routed(
         self.config,
         params,
         padded_tokens[None],
@@ -429,7 +453,14 @@ class Engine:
         mesh=self.mesh,
         rules=self.rules,
     )
-    return Prefix(keys[:, 0], values[:, 0], padded_tokens, true_length)
+    routing = self._recorded(experts)
+    return Prefix(keys[:, 0], values[:, 0], padded_tokens, true_length, routing)
+
+  def _recorded(self, experts: Array | None) -> Array | None:
+    """[L, M, k] choices as [M, L, k], if they are to be replayed."""
+    if not self.config.moe.replay:
+      return None
+    return jnp.swapaxes(experts, 0, 1).astype(jnp.int16)
 
   def _insert_program(self, prefix, state, settings):
     page = self.settings.page_size
@@ -483,6 +514,7 @@ class Engine:
         active=state.active,
         stopped=jnp.zeros((slots,), bool),
         steps=jnp.int32(0),
+        routing=self._blank_routing(),
     )
 
     def more(carry):
@@ -492,7 +524,7 @@ class Engine:
     def step(carry):
       state, result = carry
       i, position = result.steps, state.length - 1
-      logits, keys, values = transformer.decode(
+      (logits, keys, values), experts = transformer.decode_routed(
           self.config,
           params,
           state.history[everyone, position],
@@ -527,6 +559,9 @@ class Engine:
       length = state.length + drew
       stop = drew & (tokens[:, None] == state.stop_ids).any(-1)
       active = drew & ~stop & (length < state.limit)
+      routing = result.routing
+      if routing is not None:
+        routing = routing.at[:, i].set(self._recorded(experts))
       result = StepResult(
           tokens=result.tokens.at[:, i].set(tokens),
           logps=result.logps.at[:, i].set(logps),
@@ -534,6 +569,7 @@ class Engine:
           active=active,
           stopped=result.stopped | stop,
           steps=i + 1,
+          routing=routing,
       )
       state = dataclasses.replace(
           state,
@@ -547,10 +583,17 @@ class Engine:
 
     return jax.lax.while_loop(more, step, (state, blank))
 
+  def _blank_routing(self) -> Array | None:
+    c, s = self.config, self.settings
+    if not c.moe.replay:
+      return None
+    shape = (s.slots, s.steps, *c.routing_shape)
+    return jnp.full(shape, UNKNOWN, jnp.int16)
+
   def _rebuild_program(self, params, state, slots, *, pages):
     page = self.settings.page_size
     ids = state.history[slots, : pages * page]
-    keys, values = transformer.prefill(
+    (keys, values), experts = transformer.prefill_routed(
         self.config,
         params,
         ids,
@@ -566,11 +609,15 @@ class Engine:
     def paged(x):
       return x.reshape(x.shape[0], len(slots) * pages, page, *x.shape[3:])
 
-    return dataclasses.replace(
+    routing = self._recorded(experts)
+    if routing is not None:
+      routing = routing.reshape(*ids.shape, *routing.shape[1:])
+    rebuilt = dataclasses.replace(
         state,
         keys=state.keys.at[:, where].set(paged(keys), mode='drop'),
         values=state.values.at[:, where].set(paged(values), mode='drop'),
     )
+    return rebuilt, routing
 
   def _release_program(self, state, ended):
     return dataclasses.replace(state, active=state.active & ~ended)

@@ -40,6 +40,7 @@ from typing import Any, Callable, Literal, Sequence
 import jax
 import numpy as np
 
+from areal_jax.models.moe import UNKNOWN
 from areal_jax.rollout.engine import Engine, Prefix
 from areal_jax.rollout.stopping import Stop, StopStrings
 from areal_jax.telemetry.events import EventLog
@@ -76,6 +77,9 @@ class _Running:
   ids: list[np.ndarray] = dataclasses.field(default_factory=list)
   logps: list[np.ndarray] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)  # a dispatch
+  # Where the engine records it: of the prompt but its last token, then of each
+  # token that was fed, which are one fewer than there are in the end.
+  routing: list[np.ndarray] = dataclasses.field(default_factory=list)
 
   def __len__(self) -> int:
     return sum(map(len, self.ids))
@@ -320,10 +324,16 @@ class EngineLoop:
     ]
     start = time.monotonic()
     with self.dispatch_lock:
-      self._state = self.engine.rebuild(
+      self._state, routing = self.engine.rebuild_routed(
           self._weights.params, self._state, slots, max(lengths)
       )
       jax.block_until_ready(self._state)
+    if routing:
+      # What is sampled from now on rests on these caches, so these are the
+      # choices to replay. The last token is fed again, by the next step.
+      rows = np.concatenate(jax.device_get(routing))
+      for slot, length, row in zip(slots, lengths, rows):
+        self._slots[slot].routing = [row[: length - 1]]
     self.counts.rebuilt_tokens += sum(lengths)
     self._record(
         'rebuild',
@@ -384,6 +394,11 @@ class EngineLoop:
         self._state = self.engine.insert_many(
             prefix, self._state, slots, [m.request for m in members]
         )
+      if prefix.routing is not None:
+        # The last token of the prompt is fed again, by the first step.
+        of_prompt = jax.device_get(prefix.routing)[: len(prompt) - 1]
+        for running in members:
+          running.routing.append(of_prompt)
 
   def _prefix_of(self, prompt: tuple[int, ...]) -> Prefix:
     """The prompt's cache entries; siblings that came too late share them."""
@@ -436,6 +451,8 @@ class EngineLoop:
       running.ids.append(tokens)
       running.logps.append(result.logps[slot, :n])
       running.versions.append(version)
+      if result.routing is not None:
+        running.routing.append(result.routing[slot, :n])
       stopped = bool(result.stopped[slot])
       stop = self._stop_string(running, tokens, active[slot], stopped)
       if active[slot] and stop is None:
@@ -494,6 +511,7 @@ class EngineLoop:
         stop_string=None if stop is None else stop.string,
         text_end=None if stop is None else stop.text_end,
         weight_source=f'engine/{self.name}',
+        routing=_routing_of(running, end),
     )
 
   def _lane_of(self, part: str) -> str:
@@ -515,3 +533,16 @@ class EngineLoop:
       self._queue.clear()
     for running in waiting:
       running.answer(error)
+
+
+def _routing_of(running: _Running, end: int | None) -> np.ndarray | None:
+  """[P + T, L, k] recorded choices of the prompt and T = `end` tokens.
+
+  None for all tokens. The last one drawn was never fed: its choices are -1.
+  None where nothing is recorded, and for a request that never had a slot.
+  """
+  if not running.routing:
+    return None
+  fed = np.concatenate(running.routing)
+  fed = np.concatenate([fed, np.full_like(fed[:1], UNKNOWN)])
+  return fed if end is None else fed[: len(running.request.prompt_ids) + end]

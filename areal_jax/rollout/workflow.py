@@ -154,5 +154,6 @@ def trajectory(
       reward=reward,
       temperature=temperature,
       admitted_version=admitted_version,
+      routing=completion.routing,
       timestamps=timestamps,
   )

@@ -274,6 +274,40 @@ _OFF_POLICY = (
     ),
 )
 
+_ROUTERS = (
+    Metric(
+        'router_entropy',
+        'nats/token',
+        'Mean entropy of the routers over their experts, at the real tokens of'
+        ' the step. It and the others of its kind stand only in rows of a'
+        ' policy with experts. No token is ever dropped, so no share of dropped'
+        ' ones is reported.',
+        0.1,
+    ),
+    Metric(
+        'router_load_max',
+        'ratio',
+        'Tokens of the busiest expert over the mean of all, mean over layers;'
+        ' 1 is even. The busiest expert sets the pace of a layer.',
+        1.0,
+        4.0,
+    ),
+    Metric(
+        'router_unused',
+        'share',
+        'Share of the experts that no token of the minibatch went to.',
+        0.0,
+        0.1,
+    ),
+    Metric(
+        'router_balance',
+        'ratio',
+        'Load-balance loss E Σ f P before its coefficient, mean over layers:'
+        ' the number of experts a token where all is even.',
+        1.0,
+    ),
+)
+
 _FLOW = (
     Metric(
         'drawn',
@@ -432,6 +466,7 @@ _SYSTEM = (
 GROUPS: Mapping[str, tuple[Metric, ...]] = {
     'learning': _LEARNING,
     'off-policy': _OFF_POLICY,
+    'routers': _ROUTERS,
     'flow': _FLOW,
     'system': _SYSTEM,
 }

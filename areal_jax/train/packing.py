@@ -29,6 +29,7 @@ _PADDING = {
     'versions': -1,
     'temperatures': 1.0,
 }
+_UNKNOWN = -1  # as `models.moe.UNKNOWN`: the router chooses itself
 _WHOLE = ('ids', 'positions', 'segment_ids', 'versions')
 
 
@@ -121,6 +122,7 @@ def pack(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[np.ndarray],
     settings: PackingSettings,
+    routing: tuple[int, int] | None = None,
 ) -> list[Microbatch]:
   """Packs trajectories for the policy step.
 
@@ -128,13 +130,16 @@ def pack(
     trajectories: scored answers.
     advantages: [T] float32 for each, in units of reward, unshifted.
     settings: the static shape.
+    routing: (L, k) of recorded choices of experts to be replayed; None if they
+      are not.
 
   Returns:
     Microbatches of [rows, row_tokens]; none for no trajectories.
 
   Raises:
-    ValueError: a trajectory is longer than a row, or a field of it has
-      another length than its ids; draw_index and sample are named.
+    ValueError: a trajectory is longer than a row, a field of it has another
+      length than its ids, or its choices are missing or of another shape;
+      draw_index and sample are named.
   """
   sequences = []
   for trajectory, advantage in zip(trajectories, advantages, strict=True):
@@ -146,9 +151,25 @@ def pack(
         'versions': trajectory.versions,
     }
     where = f'draw {trajectory.draw_index} sample {trajectory.sample}'
+    if routing is not None:
+      fields['routing'] = _choices(trajectory, routing, where)
     _check(fields, settings, where)
     sequences.append({**fields, 'temperatures': trajectory.temperature})
-  return _fill(sequences, settings)
+  return _fill(sequences, settings, routing)
+
+
+def _choices(
+    trajectory: Trajectory, wanted: tuple[int, int], where: str
+) -> np.ndarray:
+  """The recorded experts [T, L, k] of a trajectory."""
+  recorded = trajectory.routing
+  shape = None if recorded is None else recorded.shape[1:]
+  if shape != wanted:
+    raise ValueError(
+        f'{where} has recorded choices of experts {shape}, wanted {wanted}'
+        ' (sparse layers, experts a token), for moe.replay is on'
+    )
+  return recorded
 
 
 def pack_tokens(
@@ -177,19 +198,27 @@ def padding_fraction(microbatches: Sequence[Microbatch]) -> float:
   return 1.0 - used / size if size else 0.0
 
 
-def empty(settings: PackingSettings) -> Microbatch:
+def empty(
+    settings: PackingSettings, routing: tuple[int, int] | None = None
+) -> Microbatch:
   """A microbatch of padding alone, also the shapes and dtypes of any."""
   shape = (settings.rows, settings.row_tokens)
+  choices = None
+  if routing is not None:
+    choices = np.full((*shape, *routing), _UNKNOWN, np.int16)
   return Microbatch(
       **{
           name: np.full(shape, value, _dtype(name))
           for name, value in _PADDING.items()
-      }
+      },
+      routing=choices,
   )
 
 
 def _fill(
-    sequences: Sequence[Mapping[str, Any]], settings: PackingSettings
+    sequences: Sequence[Mapping[str, Any]],
+    settings: PackingSettings,
+    routing: tuple[int, int] | None = None,
 ) -> list[Microbatch]:
   """Writes each sequence's fields into its row."""
   lengths = [len(s['ids']) for s in sequences]
@@ -197,7 +226,7 @@ def _fill(
   counting = np.arange(settings.row_tokens, dtype=np.int32)
   packed = []
   for first in range(0, len(bins), settings.rows):
-    microbatch = empty(settings)
+    microbatch = empty(settings, routing)
     arrays = microbatch.arrays()
     for row, members in enumerate(bins[first : first + settings.rows]):
       start = 0

@@ -33,8 +33,9 @@ import optax
 from areal_jax.config import require
 from areal_jax.losses import logprobs, masking, policy, supervised
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import moe, transformer
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.moe import Routing
 from areal_jax.train import packing
 from areal_jax.train.optimizer import (
     OptimizerSettings,
@@ -162,6 +163,8 @@ class TrainStep:
     max_consecutive_skips: how many non-finite minibatches in a row are skipped
       before `fetch` raises.
     logit_bytes: of logits that a device may hold at once.
+    replayed: (L, k) of the recorded choices of experts that microbatches have;
+      None if they have none.
 
   Raises:
     ConfigError: rows do not divide over the shards of the mesh.
@@ -180,6 +183,7 @@ class TrainStep:
       recompute_proximal: bool = False,
       max_consecutive_skips: int = 3,
       logit_bytes: int = LOGIT_BYTES,
+      replayed: tuple[int, int] | None = None,
   ):
     shards = rules.parts('batch', mesh)
     require(
@@ -201,6 +205,7 @@ class TrainStep:
     columns = config.padded_vocab_size // rules.parts('vocab', mesh)
     of_position = 4 * columns * (shape.rows // shards)  # one a row, float32
     self._chunk = max(1, logit_bytes // of_position)
+    self._replayed = replayed
     self._rows = rules.sharding(
         ('batch', 'time'), (shape.rows, shape.row_tokens), mesh
     )
@@ -221,6 +226,9 @@ class TrainStep:
       self._program(name)
     if self._recompute_proximal:
       self._program('proximal')
+    if self._config.moe.balance:
+      self._program('no_load')
+      self._program('load')
 
   def initial_state(self, params: PyTree) -> TrainState:
     """State at version 0; takes `params` over, which must not be used again.
@@ -277,6 +285,11 @@ class TrainStep:
       )
     total = self._program('zeros')()
     roles = _params_of(state)
+    if self._config.moe.balance:
+      load = self._program('no_load')()
+      for batch in batches:
+        load = self._program('load')(load, roles['policy'], batch)
+      batches = [{**batch, 'load': load} for batch in batches]
     for index, batch in enumerate(batches):
       if proximal is not None:
         batch = {**batch, 'proximal_logps': proximal[index]}
@@ -355,18 +368,25 @@ class TrainStep:
     counters = Counters(*(jnp.zeros((), jnp.int32) for _ in range(4)))
     return TrainState(roles, counters)
 
-  def _score(self, params: PyTree, batch: Batch) -> tuple[Array, Array]:
-    """Log-prob and entropy [B, T] of the loss tokens, 0 elsewhere."""
+  def _score(
+      self, params: PyTree, batch: Batch, *, replay: bool = True
+  ) -> tuple[Array, Array, Routing | None]:
+    """Log-prob and entropy [B, T] of the loss tokens, and the routing.
+
+    The first two are 0 elsewhere.     Recorded choices of experts are those of the policy; another one
+    (`replay` False) makes its own.
+    """
     place = dict(mesh=self._mesh, rules=self._rules)
-    states = transformer.hidden(
+    states, routing = transformer.hidden_routed(
         self._config,
         params,
         batch['ids'],
         batch['positions'],
         batch['segment_ids'],
+        given=batch.get('routing') if replay else None,
         **place,
     )
-    return logprobs.masked_logps(
+    logps, entropy = logprobs.masked_logps(
         lambda x: transformer.unembed(self._config, params, x, **place),
         states,
         batch['ids'],
@@ -375,28 +395,45 @@ class TrainStep:
         batch['loss_mask'],
         chunk=self._chunk,
     )
+    return logps, entropy, routing
 
   def _proximal(self, params: PyTree, batch: Batch) -> Array:
     return self._score(params, batch)[0]
 
+  def _load(self, load: PyTree, params: PyTree, batch: Batch) -> PyTree:
+    """Adds the tokens of a microbatch to those of each expert."""
+    _, _, routing = self._score(params, batch)
+    return jax.tree.map(jnp.add, load, _load(routing, batch))
+
   def _gradient(self, roles: Mapping[str, PyTree], batch: Batch):
-    """((loss, stats), gradient) of one microbatch."""
+    """((loss, (stats, routing)), gradient) of one microbatch."""
     reference_logps = None
     if 'reference' in roles:
-      reference_logps, _ = self._score(roles['reference'], batch)
+      reference_logps = self._score(roles['reference'], batch, replay=False)[0]
 
     def loss(params):
-      logps, entropy = self._score(params, batch)
+      logps, entropy, routing = self._score(params, batch)
       proximal = batch.get('proximal_logps', jax.lax.stop_gradient(logps))
       scores = Scores(logps, entropy, proximal, reference_logps)
-      return self._objective(scores, batch)
+      value, stats = self._objective(scores, batch)
+      if routing is None:
+        return value, (stats, {})
+      sums = {'mass': routing.mass, 'entropy': routing.entropy}
+      sums |= _load(routing, batch)
+      if self._config.moe.balance:
+        # Over the minibatch, whatever the cut: see `moe.balance_loss`.
+        value += self._config.moe.balance * moe.balance_loss(
+            mass=routing.mass, **batch['load']
+        )
+      return value, (stats, jax.lax.stop_gradient(sums))
 
     return jax.value_and_grad(loss, has_aux=True)(roles['policy'])
 
   def _accumulate(self, total, roles, batch):
-    (loss, stats), gradient = self._gradient(roles, batch)
+    (loss, (stats, routing)), gradient = self._gradient(roles, batch)
     return {
         'gradient': jax.tree.map(jnp.add, total['gradient'], gradient),
+        'routing': jax.tree.map(jnp.add, total['routing'], routing),
         'loss': total['loss'] + loss,
         'stats': policy.merge_stats([total['stats'], stats]),
     }
@@ -439,6 +476,9 @@ class TrainStep:
         'consecutive_skips': after.consecutive_skips,
         'stats': total['stats'],
     }
+    if total['routing']:
+      routers = moe.statistics(**total['routing'])
+      outcome['stats'] = {**total['stats'], **routers}
     learner = Role(
         settle(params, learner.trainable),
         learner.frozen,
@@ -451,7 +491,7 @@ class TrainStep:
   @functools.cached_property
   def _batch(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and sharding of everything that `place` sends."""
-    fields = packing.empty(self._shape).arrays()
+    fields = packing.empty(self._shape, self._replayed).arrays()
     fields |= {'denominator': np.float32(0), 'version': np.int32(0)}
     return {
         name: jax.ShapeDtypeStruct(
@@ -485,21 +525,36 @@ class TrainStep:
   def _abstract_total(self) -> PyTree:
     """Shape and sharding of what `accumulate` sums up."""
     params = _params_of(self._abstract_state)
-    (loss, stats), gradient = jax.eval_shape(
+    (loss, (stats, routing)), gradient = jax.eval_shape(
         self._gradient, params, self._scored_batch
     )
     return {
         'gradient': _with_shardings(gradient, _shardings(self._params)),
         'loss': self._replicated(loss),
         'stats': self._replicated(stats),
+        'routing': self._replicated(routing),
     }
+
+  @functools.cached_property
+  def _abstract_load(self) -> PyTree:
+    """Shape and sharding of what `load` sums up."""
+    shape = (len(self._config.sparse_layers), self._config.moe.experts)
+    return self._replicated(
+        {
+            'counts': jax.ShapeDtypeStruct(shape, jnp.float32),
+            'tokens': jax.ShapeDtypeStruct((), jnp.float32),
+        }
+    )
 
   @functools.cached_property
   def _scored_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
     """A batch as `_accumulate` takes it."""
-    if not self._recompute_proximal:
-      return self._batch
-    return {**self._batch, 'proximal_logps': self._batch['behavior_logps']}
+    batch = dict(self._batch)
+    if self._recompute_proximal:
+      batch['proximal_logps'] = batch['behavior_logps']
+    if self._config.moe.balance:
+      batch['load'] = self._abstract_load
+    return batch
 
   def _program(self, name: str) -> jax.stages.Compiled:
     """The compiled program of that name; `warm_up` asks for all of them."""
@@ -520,6 +575,12 @@ class TrainStep:
     if name == 'proximal':
       arguments = (self._params, self._batch)
       return self._proximal, arguments, (), self._batch['behavior_logps']
+    if name == 'no_load':
+      load = self._abstract_load
+      return functools.partial(_zeros, load), (), (), load
+    if name == 'load':
+      load = self._abstract_load
+      return self._load, (load, self._params, self._batch), (0,), load
     total = self._abstract_total
     if name == 'zeros':
       return functools.partial(_zeros, total), (), (), total
@@ -536,6 +597,12 @@ class TrainStep:
     return _with_shardings(
         shapes, jax.tree.map(lambda _: self._everywhere, shapes)
     )
+
+
+def _load(routing: Routing, batch: Batch) -> dict[str, Array]:
+  """Choices of each expert, and the real tokens that made them."""
+  real = batch['segment_ids'] != 0
+  return {'counts': routing.counts, 'tokens': real.sum(dtype=jnp.float32)}
 
 
 def _params_of(state: TrainState) -> dict[str, PyTree]:

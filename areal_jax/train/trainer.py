@@ -110,6 +110,7 @@ class Trainer:
       params: Any,
   ):
     self._settings = settings
+    self._replayed = config.routing_shape if config.moe.replay else None
     self._step = TrainStep(
         config,
         policy_objective(settings.loss),
@@ -120,6 +121,7 @@ class Trainer:
         reference=settings.loss.kl_coefficient > 0,
         recompute_proximal=settings.minibatches > 1,
         max_consecutive_skips=settings.max_consecutive_skips,
+        replayed=self._replayed,
     )
     self.state: TrainState = self._step.initial_state(params)
 
@@ -182,7 +184,7 @@ class Trainer:
     """
     groups = _in_order(groups, self._settings.minibatches)
     version = self.version
-    minibatches = prepare(groups, self._settings)
+    minibatches = prepare(groups, self._settings, self._replayed)
     placed = [
         [
             self._step.place(m, part.denominator, version)
@@ -216,13 +218,16 @@ class Trainer:
 
 
 def prepare(
-    groups: Sequence[Group], settings: TrainSettings
+    groups: Sequence[Group],
+    settings: TrainSettings,
+    replayed: tuple[int, int] | None = None,
 ) -> list[Minibatch]:
   """Advantages over the whole batch, then packed minibatches of groups.
 
   Args:
     groups: sorted by draw, members by sample.
     settings: of the trainer.
+    replayed: see `packing.pack`.
 
   Raises:
     ValueError: a trajectory without a score, or longer than a row.
@@ -244,7 +249,7 @@ def prepare(
     given = [next(values) for _ in members]
     minibatches.append(
         Minibatch(
-            tuple(packing.pack(members, given, settings.packing)),
+            tuple(packing.pack(members, given, settings.packing, replayed)),
             aggregation.denominator(
                 settings.loss.aggregation,
                 [t.loss_mask for t in members],
@@ -336,6 +341,9 @@ def summarize(
     values['effective_sample_size'] = weights**2 / (count * squares)
   if stats['fresh_tokens_sum']:
     values['logprob_gap_fresh_max'] = stats['fresh_gap_max']
+  routers = [name for name in outcomes[0].stats if name.startswith('router_')]
+  for name in routers:  # of a minibatch each, and means already
+    values[name] = np.mean([outcome.stats[name] for outcome in outcomes])
   if 'reference_kl_sum' in stats:
     values['kl_reference'] = stats['reference_kl_sum'] / count
   return {name: float(value) for name, value in values.items()}

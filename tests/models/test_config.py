@@ -8,6 +8,7 @@ from areal_jax.config import ConfigError, resolve
 from areal_jax.models.config import (
     FAMILIES,
     ModelConfig,
+    MoeSettings,
     RopeScaling,
     config_from_hf,
     config_to_hf,
@@ -369,6 +370,10 @@ def of_family(name, **changes):
   if family.slides is not None:
     slide = family.slides({**family.defaults, 'max_window_layers': 1}, 3, '')
     settings.update(sliding_window=8, sliding_layers=tuple(slide))
+  if 'num_experts' in family.defaults:
+    # Mixtral says it of the experts; the other's are as wide by chance.
+    width = ModelConfig().mlp_width
+    settings.update(moe=MoeSettings(experts=6, chosen=3, width=width))
   for theirs, ours in {
       'query_pre_attn_scalar': 'query_scalar',
       'attn_logit_softcapping': 'attention_cap',
@@ -436,3 +441,104 @@ def test_settings_that_the_family_has_not_cannot_be_written(
 ):
   with pytest.raises(ConfigError, match=message):
     config_to_hf(of_family(name, **changes))
+
+
+# Experts.
+
+QWEN3_MOE = {
+    **LLAMA,
+    'model_type': 'qwen3_moe',
+    'num_experts': 8,
+    'num_experts_per_tok': 3,
+    'moe_intermediate_size': 40,
+    'num_key_value_heads': 2,
+}
+MIXTRAL = {
+    **LLAMA,
+    'model_type': 'mixtral',
+    'num_local_experts': 8,
+    'num_key_value_heads': 2,
+}
+
+
+@pytest.mark.parametrize(
+    'changes, wanted',
+    [
+        (dict(), MoeSettings(8, 3, 40, renormalise=False)),
+        (dict(norm_topk_prob=True), MoeSettings(8, 3, 40)),
+        (
+            dict(mlp_only_layers=[1]),
+            MoeSettings(8, 3, 40, renormalise=False, dense_layers=(1,)),
+        ),
+        (
+            dict(decoder_sparse_step=2),
+            MoeSettings(8, 3, 40, renormalise=False, dense_layers=(0, 2)),
+        ),
+    ],
+)
+def test_experts_are_read_and_written(changes, wanted):
+  config = config_from_hf({**QWEN3_MOE, **changes})
+  assert config.moe == wanted
+  assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_mixtral_says_how_wide_experts_are_where_others_have_an_mlp():
+  config = config_from_hf(MIXTRAL)
+  assert config.moe == MoeSettings(8, 2, 112)
+  assert config_from_hf(config_to_hf(config)) == config
+
+
+@pytest.mark.parametrize(
+    'fields, message',
+    [
+        ({**QWEN3_MOE, 'num_experts_per_tok': 9}, 'per_tok is 9, wanted at'),
+        ({**QWEN3_MOE, 'num_experts': 0}, 'num_experts is 0'),
+        (
+            {**QWEN3_MOE, 'mlp_only_layers': [0, 1, 2]},
+            r'mlp_only_layers is \[0, 1, 2\], wanted some layer with experts',
+        ),
+        ({**QWEN3_MOE, 'mlp_only_layers': 1}, 'mlp_only_layers is 1'),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(fields, message):
+  with pytest.raises(ConfigError, match=message):
+    config_from_hf(fields)
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        (dict(moe=MoeSettings(4, 5)), 'moe.chosen is 5'),
+        (dict(moe=MoeSettings(40_000)), 'moe.experts is 40000'),
+        (dict(moe=MoeSettings(balance=0.1)), 'moe.balance is 0.1, wanted none'),
+        (dict(moe=MoeSettings(replay=True)), 'moe.replay is True, wanted none'),
+        (dict(moe=MoeSettings(4, balance=-1.0)), 'moe.balance is -1.0'),
+        (dict(moe=MoeSettings(4, dense_layers=(0, 1))), 'dense_layers is'),
+        (dict(moe=MoeSettings(4, dense_layers=(2,))), 'dense_layers is'),
+        (
+            dict(moe=MoeSettings(4, dense_layers=(0,)), layer_loop='scan'),
+            "layer_loop is 'scan', wanted 'unroll'",
+        ),
+    ],
+)
+def test_wrong_settings_of_experts_are_refused_by_name(changes, message):
+  with pytest.raises(ConfigError, match=message):
+    resolve(ModelConfig(**changes))
+
+
+@pytest.mark.parametrize(
+    'family, experts, message',
+    [
+        (
+            'llama',
+            MoeSettings(4),
+            "moe.experts is 4, wanted 0 in family 'llama'",
+        ),
+        ('mixtral', MoeSettings(), 'moe.experts is 0, wanted above 0'),
+        ('mixtral', MoeSettings(4, renormalise=False), 'moe.renormalise is F'),
+        ('mixtral', MoeSettings(4, dense_layers=(0,)), 'moe.dense_layers is'),
+    ],
+)
+def test_experts_that_a_family_lacks_are_not_exported(family, experts, message):
+  with pytest.raises(ConfigError, match=message):
+    config_to_hf(ModelConfig(family=family, moe=experts))

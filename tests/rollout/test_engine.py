@@ -1,6 +1,7 @@
 """The decode engine: invariants 6, 8 and 9, with planted faults."""
 
 import ast
+import functools
 import importlib.util
 import pathlib
 
@@ -10,6 +11,7 @@ import pytest
 
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
+from areal_jax.models.config import MoeSettings
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.telemetry.compilations import CompilationCounter
 from tests import tiny
@@ -372,3 +374,74 @@ def test_decode_state_is_donated(engine):
   keys = state.keys
   engine.generate_steps(weights, state, 8)
   assert keys.is_deleted()
+
+
+# Experts.
+
+
+@pytest.fixture(scope='module')
+def sparse():
+  """An engine that records choices, and weights for it."""
+  config = tiny.config(
+      family='mixtral', moe=MoeSettings(experts=4, width=24, replay=True)
+  )
+  weights = transformer.init_params(config, 0, tiny.mesh(), Rules())
+  weights = jax.tree.map(lambda x: x * 3.0 if x.ndim > 2 else x, weights)
+  settings = EngineSettings(**SETTINGS)
+  return Engine(config, settings, tiny.mesh(), Rules()), weights
+
+
+def recorded(engine, weights, request, slot, others=()):
+  """Tokens, log-probs and the choices of all that was fed, in order."""
+  requests, slots = [request, *(r for r, _ in others)], [slot]
+  slots += [s for _, s in others]
+  state = start(engine, weights, requests, slots)
+  prefix = engine.prefill(
+      params=weights,
+      padded_tokens=engine.pad_prompt(request.prompt_ids),
+      true_length=len(request.prompt_ids),
+  )
+  fed = [np.asarray(prefix.routing)[: len(request.prompt_ids) - 1]]
+  ids, logps, active = [], [], True
+  while active:
+    state, result = engine.generate_steps(weights, state, 3)
+    result = jax.device_get(result)
+    count = result.valid[slot].sum()
+    ids += result.tokens[slot, :count].tolist()
+    logps += result.logps[slot, :count].tolist()
+    fed.append(result.routing[slot, :count])
+    active = result.active[slot]
+  return ids, np.array(logps), np.concatenate(fed)
+
+
+def test_engine_records_the_choices_that_the_trainer_would_make(sparse):
+  engine, weights = sparse
+  request = tiny.request(new=20)
+  ids, logps, fed = recorded(engine, weights, request, 1)
+  full = np.array([[*request.prompt_ids, *ids]])
+  positions, ones = np.arange(full.shape[1])[None], np.ones_like(full)
+  logits, routing = jax.jit(
+      functools.partial(transformer.forward_routed, engine.config)
+  )(weights, full, positions, ones)
+  chosen = np.swapaxes(np.asarray(routing.experts), 0, 1)
+  assert fed.dtype == np.int16
+  np.testing.assert_array_equal(fed, chosen[:-1])  # the last is never fed
+  trainer = jax.nn.log_softmax(logits)[0, :-1]
+  trainer = np.asarray(trainer)[np.arange(len(trainer)), full[0, 1:]]
+  assert np.abs(trainer[2:] - logps).max() < 1e-4
+
+
+def test_experts_of_a_token_do_not_depend_on_slot_or_neighbours(sparse):
+  engine, weights = sparse
+  request = tiny.request(new=12, draw=7)
+  alone = recorded(engine, weights, request, 0)
+  others = [(tiny.request('b', range(1, 20), new=30, draw=9), 3)]
+  crowded = recorded(engine, weights, request, 2, others)
+  for one, other in zip(alone, crowded):
+    np.testing.assert_array_equal(one, other)
+
+
+def test_a_dense_policy_records_nothing(engine):
+  weights = tiny.params()
+  state = start(engine, weights, [tiny.request(new=2)], [0])
+  assert engine.generate_steps(weights, state, 1)[1].routing is None

@@ -1,11 +1,14 @@
 """Packing: Algorithm 1, static shapes, and nothing lost or moved."""
 
+import dataclasses
+
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 import numpy as np
 import pytest
 
 from areal_jax.config import ConfigError
+from areal_jax.models.moe import UNKNOWN
 from areal_jax.train import packing
 from areal_jax.types import RewardResult, RewardStatus, Trajectory
 
@@ -155,3 +158,26 @@ def test_nothing_packs_into_nothing():
   settings = packing.PackingSettings(row_tokens=4, rows=2)
   assert packing.pack([], [], settings) == []
   assert packing.padding_fraction([]) == 0
+
+
+def test_choices_of_experts_stay_with_their_tokens():
+  settings = packing.PackingSettings(row_tokens=6, rows=1)
+  parts = []
+  for sample, ids in enumerate(([7, 8, 9], [5, 6])):
+    one = trajectory(ids, [0, *[1] * (len(ids) - 1)], sample=sample)
+    routing = np.arange(len(ids) * 4).reshape(-1, 2, 2) + 100 * sample
+    parts.append(dataclasses.replace(one, routing=routing.astype(np.int16)))
+  given = [np.zeros(len(part.ids)) for part in parts]
+  (packed,) = packing.pack(parts, given, settings, (2, 2))
+  assert packed.routing.dtype == np.int16
+  np.testing.assert_array_equal(packed.routing[0, :3], parts[0].routing)
+  np.testing.assert_array_equal(packed.routing[0, 3:5], parts[1].routing)
+  assert (packed.routing[0, 5] == UNKNOWN).all()
+  (plain,) = packing.pack(parts, given, settings)
+  assert plain.routing is None and 'routing' not in plain.arrays()
+  with pytest.raises(
+      ValueError, match=r'sample 0 .* \(2, 2\), wanted \(3, 2\)'
+  ):
+    packing.pack(parts, given, settings, (3, 2))
+  with pytest.raises(ValueError, match='experts None, wanted'):
+    packing.pack([trajectory([1], [1])], [np.ones(1)], settings, (2, 2))

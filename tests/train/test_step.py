@@ -11,8 +11,8 @@ from areal_jax.config import ConfigError
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh import slices
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
-from areal_jax.models.config import ModelConfig
+from areal_jax.models import moe, transformer
+from areal_jax.models.config import ModelConfig, MoeSettings
 from areal_jax.train import packing
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
@@ -374,3 +374,149 @@ def test_rows_that_do_not_divide_are_refused():
   devices = np.array(jax.devices()).reshape(8, 1)
   with pytest.raises(ConfigError, match='packing.rows is 4.*multiple of the 8'):
     policy_step(jax.sharding.Mesh(devices, slices.AXES))
+
+
+# Experts.
+
+SPARSE = dataclasses.replace(
+    CONFIG,
+    family='mixtral',
+    layers=2,
+    moe=MoeSettings(experts=4, chosen=2, width=8, balance=0.5),
+)
+
+
+def sparse_step(mesh, config=SPARSE, **changes):
+  return TrainStep(
+      config,
+      policy_objective(PolicyLoss()),
+      OPTIMIZER,
+      mesh,
+      RULES,
+      SHAPE,
+      **changes,
+  )
+
+
+@functools.cache
+def sparse_params():
+  params = jax.device_get(transformer.init_params(SPARSE, 0, None, None))
+  params['blocks']['router'] = 8 * params['blocks']['router']
+  return params
+
+
+def sparse_state(step, mesh):
+  shardings = transformer.param_shardings(SPARSE, mesh, RULES)
+  return step.initial_state(jax.device_put(sparse_params(), shardings))
+
+
+@pytest.fixture(scope='module')
+def sparse(mesh):
+  step = sparse_step(mesh)
+  return step, sparse_state(step, mesh)
+
+
+@pytest.fixture(scope='module')
+def sparse_whole(sparse):
+  return jax.device_get(total_of(*sparse, [one_row_each(answers())]))
+
+
+def test_balance_is_over_the_minibatch_whatever_the_cut(sparse, sparse_whole):
+  other_mesh = train_mesh(4)
+  other = sparse_step(other_mesh)
+  for step, state in (sparse, (other, sparse_state(other, other_mesh))):
+    for lay in (one_row_each, all_in_one_row):
+      for parts in (1, 2, 4):
+        cut = np.array_split(np.arange(4), parts)
+        microbatches = [lay([answers()[i] for i in part]) for part in cut]
+        total = jax.device_get(total_of(step, state, microbatches, 16.0))
+        assert_same(total, sparse_whole, rtol=2e-5, atol=2e-6)
+
+
+def test_balance_of_each_part_would_be_wrong(sparse, sparse_whole):
+  """The fault that the test above is about: each part counts its own tokens."""
+  step, state = sparse
+  counts = []
+  for sequence in answers():
+    total = total_of(step, state, [one_row_each([sequence])], 16.0)
+    counts.append(jax.device_get(total['routing']))
+  whole = sparse_whole['routing']
+  assert whole['tokens'] == 28 == sum(c['tokens'] for c in counts)
+  right = moe.balance_loss(whole['counts'], whole['mass'], whole['tokens'])
+  wrong = np.mean(
+      [moe.balance_loss(c['counts'], c['mass'], c['tokens']) for c in counts]
+  )
+  assert abs(float(right) - wrong) > 1e-2
+
+
+def test_balance_reaches_the_routers_and_its_coefficient_counts(
+    mesh, sparse, sparse_whole
+):
+  config = dataclasses.replace(
+      SPARSE, moe=dataclasses.replace(SPARSE.moe, balance=0.0)
+  )
+  step = sparse_step(mesh, config)
+  plain = jax.device_get(
+      total_of(step, sparse_state(step, mesh), [one_row_each(answers())])
+  )
+  routing = sparse_whole['routing']
+  spread = moe.balance_loss(
+      **{k: routing[k] for k in ('counts', 'mass', 'tokens')}
+  )
+  np.testing.assert_allclose(
+      sparse_whole['loss'] - plain['loss'], 0.5 * spread, rtol=1e-4
+  )
+  moved = sparse_whole['gradient']['blocks']['router']
+  assert np.abs(moved - plain['gradient']['blocks']['router']).max() > 1e-3
+
+
+def test_statistics_of_routers_are_those_of_the_minibatch(sparse):
+  step, _ = sparse
+  state = sparse_state(step, train_mesh(2))
+  halves = [one_row_each(answers()[i : i + 2]) for i in (0, 2)]
+  total = total_of(step, state, halves, 16.0)
+  routing = jax.device_get(total['routing'])
+  _, outcome = step.apply(state, total, teaches=True)
+  stats = step.fetch([outcome], 0)[0].stats
+  counts = routing['counts']
+  assert counts.sum() == 2 * 2 * 28  # layers, choices, tokens
+  assert stats['router_load_max'] == pytest.approx(
+      np.mean(counts.max(1) / counts.mean(1)), rel=1e-5
+  )
+  assert stats['router_unused'] == pytest.approx((counts == 0).mean())
+  assert stats['router_entropy'] == pytest.approx(
+      routing['entropy'].mean() / 28, rel=1e-5
+  )
+
+
+def test_a_dense_policy_has_no_statistics_of_routers(step, mesh):
+  state = fresh_state(step, mesh)
+  total = total_of(step, state, [one_row_each(answers())])
+  assert total['routing'] == {}
+  _, outcome = step.apply(state, total, teaches=True)
+  names = step.fetch([outcome], 0)[0].stats
+  assert not [name for name in names if name.startswith('router_')]
+
+
+def test_replayed_choices_are_those_of_the_microbatch(mesh, sparse):
+  replaying = sparse_step(
+      mesh, recompute_proximal=True, replayed=SPARSE.routing_shape
+  )
+  state = sparse_state(replaying, mesh)
+  rows = one_row_each(answers())
+
+  def logps(routing):
+    batch = dataclasses.replace(rows, routing=routing)
+    placed = replaying.place(batch, 16.0, 0)
+    return np.asarray(replaying.proximal(state, placed))
+
+  shape = (*rows.ids.shape, *SPARSE.routing_shape)
+  free = logps(np.full(shape, moe.UNKNOWN, np.int16))
+  _, routing = jax.jit(functools.partial(transformer.forward_routed, SPARSE))(
+      sparse_params(), rows.ids, rows.positions, rows.segment_ids
+  )
+  own = np.swapaxes(np.asarray(routing.experts), 0, 1).reshape(shape)
+  own = own.astype(np.int16)
+  np.testing.assert_allclose(logps(own), free, atol=1e-5)
+  late = np.roll(own, 1, axis=1)  # planted fault: one token late
+  assert np.abs(logps(late) - free).max() > 1e-2
