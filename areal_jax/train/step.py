@@ -373,8 +373,8 @@ class TrainStep:
   ) -> tuple[Array, Array, Routing | None]:
     """Log-prob and entropy [B, T] of the loss tokens, and the routing.
 
-    The first two are 0 elsewhere.     Recorded choices of experts are those of the policy; another one
-    (`replay` False) makes its own.
+    The first two are 0 elsewhere. Recorded choices of experts are those of the
+    policy; another one (`replay` False) makes its own.
     """
     place = dict(mesh=self._mesh, rules=self._rules)
     states, routing = transformer.hidden_routed(
