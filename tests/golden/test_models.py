@@ -26,7 +26,7 @@ RELATIVE = 2e-4  # of the largest logit; float32 rounding moves them by 3e-6
 LOGPS = 2e-4  # nats
 # Log-probs of published tokens, in nats; seen were 0 and 0.
 BFLOAT16_MEAN, BFLOAT16_MOST = 0.02, 0.3
-PIECES = (4, 5, 7)  # tokens of a prompt that are prefilled at once
+PIECES = (5, 8, 3)  # tokens of a prompt that are prefilled at once
 
 
 def golden_folder() -> pathlib.Path:
@@ -54,6 +54,12 @@ def folders() -> pytest.MarkDecorator:
   return pytest.mark.parametrize('folder', [pytest.param(None, marks=skip)])
 
 
+# Compiles in half the time; what it runs here is small.
+quick_jit = functools.partial(
+    jax.jit, compiler_options={'xla_backend_optimization_level': 0}
+)
+
+
 class Model:
   """A golden model, its numbers, and programs that several tests share.
 
@@ -66,25 +72,46 @@ class Model:
     self.config, self.params = load_hf(
         folder, None, None, overrides=dict(layer_loop='scan')
     )
-    self.score = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
-    self.forward = jax.jit(functools.partial(transformer.forward, self.config))
+    self.score = quick_jit(jax.value_and_grad(self._loss, has_aux=True))
 
-  def _loss(self, params, ids, positions, mask):
-    logits = transformer.forward(self.config, params, ids, positions, mask)
+  def _loss(self, params, ids, positions, segments):
+    """Mean over tokens that follow one of their own sequence, and logits."""
+    logits = transformer.forward(self.config, params, ids, positions, segments)
     logps = jax.nn.log_softmax(logits[:, :-1])
     logps = jnp.take_along_axis(logps, ids[:, 1:, None], -1)[..., 0]
-    weights = mask[:, 1:] * mask[:, :-1]
+    weights = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     return -jnp.sum(weights * logps) / weights.sum(), logits
+
+  def rows(self, side: str) -> list[np.ndarray]:
+    """Tokens, positions and mask of the batch in rows of twice their length."""
+    names = ('input_ids', 'position_ids', 'attention_mask')
+    rows = [self.golden[f'{side}/{name}'] for name in names]
+    length = rows[0].shape[1]
+    ends = (0, length) if side == 'right' else (length, 0)
+    return [np.pad(x, [(0, 0), ends]) for x in rows]
 
   @functools.cached_property
   def scores(self):
-    """Loss, logits and gradient of the batch, padded on either side."""
-    results = {}
-    for side in ('right', 'left'):
-      names = ('input_ids', 'position_ids', 'attention_mask')
-      inputs = [self.golden[f'{side}/{name}'] for name in names]
-      results[side] = self.score(self.params, *inputs)
-    return results
+    """Of each layout the real places, and loss, logits and gradient."""
+    layouts = {side: self.rows(side) for side in ('right', 'left')}
+    layouts['packed'] = self._packed()
+    return {
+        name: (rows[2] > 0, *self.score(self.params, *rows))
+        for name, rows in layouts.items()
+    }
+
+  def _packed(self) -> list[np.ndarray]:
+    """Two sequences in each row, one behind the other."""
+    rows = self.rows('right')
+    packed = [np.zeros_like(x) for x in rows]
+    for row, real in enumerate(rows[2] > 0):
+      to, segment = divmod(row, 2)
+      start = np.count_nonzero(packed[2][to])
+      stop = start + real.sum()
+      for target, x in zip(packed, rows):
+        target[to, start:stop] = x[row, real]
+      packed[2][to, start:stop] = segment + 1
+    return packed
 
   @functools.cached_property
   def prompts(self):
@@ -100,14 +127,16 @@ class Model:
   def whole(self):
     """Keys and values of the prompts, prefilled at once."""
     prompts, lengths = self.prompts
-    program = jax.jit(functools.partial(transformer.prefill, self.config))
+    program = quick_jit(functools.partial(transformer.prefill, self.config))
     return program(self.params, prompts, lengths)
 
   @functools.cached_property
   def decode(self):
     """`decode_greedily` compiled; see there."""
     steps = self.golden['greedy/tokens'].shape[1]
-    return jax.jit(functools.partial(decode_greedily, self.config, steps=steps))
+    return quick_jit(
+        functools.partial(decode_greedily, self.config, steps=steps)
+    )
 
 
 @functools.cache
@@ -188,58 +217,60 @@ def assert_published_tokens(model: Model, tokens, logps, rows=slice(None)):
 
 
 @folders()
-def test_logits_and_loss_of_a_batch_padded_on_either_side(folder):
+def test_logits_and_loss_padded_on_either_side_and_packed(folder):
   model = load(folder)
   golden = model.golden
-  for side, ((loss, logits), _) in model.scores.items():
-    real = golden[f'{side}/attention_mask'] == 1
-    logits = np.asarray(logits)
-    assert_logits_close(logits[real], golden[f'{side}/logits'][real])
+  wanted = golden['right/logits'][golden['right/attention_mask'] == 1]
+  for real, (loss, logits), _ in model.scores.values():
+    # The layouts have the same sequences in the same order.
+    assert_logits_close(np.asarray(logits)[real], wanted)
     np.testing.assert_allclose(loss, golden['train/loss'], rtol=1e-5)
-    logps = np.asarray(jax.nn.log_softmax(logits))
+
+
+@folders()
+def test_log_probs_and_entropies(folder):
+  model = load(folder)
+  for side in ('right', 'left'):
+    real, (_, logits), _ = model.scores[side]
+    logits, wide = np.asarray(logits, np.float64), model.rows(side)[0]
+    best = logits.max(-1, keepdims=True)
+    logps = logits - best
+    logps -= np.log(np.exp(logps).sum(-1, keepdims=True))
     both = real[:, 1:] & real[:, :-1]
-    own = np.take_along_axis(
-        logps[:, :-1], golden[f'{side}/input_ids'][:, 1:, None], -1
-    )[..., 0]
-    wanted = golden[f'{side}/next_token_logprobs']
-    np.testing.assert_allclose(own[both], wanted[both], atol=LOGPS)
+    own = np.take_along_axis(logps[:, :-1], wide[:, 1:, None], -1)[..., 0]
+    mask = model.golden[f'{side}/attention_mask'] == 1
+    wanted = model.golden[f'{side}/next_token_logprobs']
+    wanted = wanted[mask[:, 1:] & mask[:, :-1]]
+    np.testing.assert_allclose(own[both], wanted, atol=LOGPS)
     entropy = -(np.exp(logps) * logps).sum(-1)
-    np.testing.assert_allclose(
-        entropy[real], golden[f'{side}/entropy'][real], atol=LOGPS
-    )
+    wanted = model.golden[f'{side}/entropy'][mask]
+    np.testing.assert_allclose(entropy[real], wanted, atol=LOGPS)
+
+
+@folders()
+def test_one_sequence_at_a_time(folder):
+  model = load(folder)
+  wanted = model.golden['right/logits']
+  for row, count in enumerate(model.golden['right/attention_mask'].sum(1)):
+    alone = [np.zeros_like(x) for x in model.rows('right')]
+    for to, x in zip(alone, model.rows('right')):
+      to[0] = x[row]
+    (_, logits), _ = model.score(model.params, *alone)
+    assert_logits_close(np.asarray(logits)[0, :count], wanted[row, :count])
 
 
 @folders()
 def test_gradient_passes_through_the_table_as_weights_do(folder, tmp_path):
   model = load(folder)
   wanted = st.load_file(folder / 'grads.safetensors')
-  for side, (_, gradient) in model.scores.items():
-    save_hf(tmp_path / side, model.config, gradient)
-    got = st.load_file(tmp_path / side / 'model.safetensors')
+  for name, (_, _, gradient) in model.scores.items():
+    save_hf(tmp_path / name, model.config, gradient)
+    got = st.load_file(tmp_path / name / 'model.safetensors')
     assert set(got) == set(wanted)
-    for name, ours in got.items():
+    for tensor, ours in got.items():
       np.testing.assert_allclose(
-          ours, wanted[name], rtol=1e-3, atol=1e-5, err_msg=f'{side} {name}'
+          ours, wanted[tensor], rtol=1e-3, atol=1e-5, err_msg=f'{name} {tensor}'
       )
-
-
-@folders()
-def test_one_sequence_at_a_time_and_all_packed_into_one_row(folder):
-  model = load(folder)
-  golden = model.golden
-  real = golden['right/attention_mask'] == 1
-  ids, positions = golden['right/input_ids'], golden['right/position_ids']
-  segments = np.broadcast_to(np.arange(1, len(real) + 1)[:, None], real.shape)
-  packed = [x[real][None] for x in (ids, positions, segments)]
-  logits = model.forward(model.params, *packed)
-  assert_logits_close(logits[0], golden['right/logits'][real])
-  # Padded to the length of the packed row, for which there is a program.
-  for row, count in enumerate(real.sum(1)):
-    alone = [np.zeros_like(x) for x in packed]
-    for to, x in zip(alone, (ids, positions, real)):
-      to[0, :count] = x[row, :count]
-    logits = model.forward(model.params, *alone)
-    assert_logits_close(logits[0, :count], golden['right/logits'][row, :count])
 
 
 @folders()
@@ -254,23 +285,18 @@ def test_greedy_tokens_of_a_prompt_that_came_in_pieces(folder):
   model = load(folder)
   prompts, lengths = model.prompts
 
-  @jax.jit
-  def in_pieces(params):
-    prefix, start = None, 0
-    for size in PIECES:
-      chunk = prompts[:, start : start + size]
-      here = np.clip(lengths - start, 0, size)
-      keys, values = transformer.prefill(
-          model.config, params, chunk, here, prefix
-      )
-      if prefix is not None:
-        keys = jnp.concatenate([prefix.keys, keys], 2)
-        values = jnp.concatenate([prefix.values, values], 2)
-      start += size
-      prefix = transformer.Prefix(keys, values, np.minimum(lengths, start))
-    return prefix.keys, prefix.values
-
-  pieces = in_pieces(model.params)
+  # One program: pieces of any length, on a prefix that has room for all.
+  program = quick_jit(functools.partial(transformer.prefill, model.config))
+  pieces = [np.zeros(x.shape, x.dtype) for x in model.whole]
+  start = 0
+  for size in PIECES:
+    chunk = np.zeros((len(prompts), max(PIECES)), np.int32)
+    chunk[:, :size] = prompts[:, start : start + size]
+    here = np.clip(lengths - start, 0, size)
+    prefix = transformer.Prefix(*pieces, np.minimum(lengths, start))
+    for whole, part in zip(pieces, program(model.params, chunk, here, prefix)):
+      whole[:, :, start : start + size] = part[:, :, :size]
+    start += size
   real = np.arange(prompts.shape[1]) < lengths[:, None]
   for got, wanted in zip(pieces, model.whole):
     np.testing.assert_allclose(got[:, real], wanted[:, real], atol=1e-4)
