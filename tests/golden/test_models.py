@@ -216,6 +216,15 @@ def assert_published_tokens(model: Model, tokens, logps, rows=slice(None)):
     )
 
 
+def test_every_model_of_the_folder_is_tested(golden_dir):
+  """With the folder there, a model that no test sees counts as a failure."""
+  records = json.loads((golden_dir / 'models/index.json').read_text())['cases']
+  named = {golden_dir / record['dir'] for record in records}
+  lying = {path.parent for path in golden_dir.glob('models/*/golden.npz')}
+  assert named and named == lying
+  assert {f.resolve() for f in found()} == {f.resolve() for f in named}
+
+
 @folders()
 def test_logits_and_loss_padded_on_either_side_and_packed(folder):
   model = load(folder)
