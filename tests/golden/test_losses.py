@@ -146,7 +146,7 @@ def _areal_settings(args) -> PolicyLoss:
           level=rejection['level'],
           action=rejection['action'],
           metric=_METRICS[rejection['metric']],
-          aggregation=rejection.get('agg', 'mean'),
+          aggregation=rejection.get('agg') or 'mean',
           lower=rejection.get('lower'),
           upper=rejection['upper'],
       ),
