@@ -463,13 +463,9 @@ def test_training_goes_on_while_an_evaluation_is_held_up(tmp_path, monkeypatch):
   events = rows_of(result, 'events.jsonl')
   (skip,) = [e for e in events if e['kind'] == 'skip']
   assert (skip['version'], skip['lane']) == (4, 'evaluate')
-  (held,) = [
-      e for e in events if e['kind'] == 'evaluate' and e['version'] == 2
-  ]
+  (held,) = [e for e in events if e['kind'] == 'evaluate' and e['version'] == 2]
   steps = [
-      e
-      for e in events
-      if e['kind'] == 'step' and e['mono'] > held['mono']
+      e for e in events if e['kind'] == 'step' and e['mono'] > held['mono']
   ]
   assert [s['version'] for s in steps] == [2, 3, 4, 5]
   assert all(
@@ -630,11 +626,12 @@ def test_shuffled_rewards_are_the_same_rewards():
 # A policy with experts.
 
 
+@pytest.mark.slow  # 25 seconds on two cores, most of them compiling
 def test_a_sparse_policy_trains_with_its_engines_routing(tmp_path):
   model = ModelConfig(
       family='mixtral',
       width=32,
-      layers=2,
+      layers=1,
       heads=4,
       kv_heads=2,
       head_size=8,

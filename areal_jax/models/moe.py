@@ -7,8 +7,10 @@ dropped and no expert has a capacity: shapes are static because M · k choices
 are sorted by expert and multiplied group by group (`jax.lax.ragged_dot`).
 
 `mix_every` runs every expert on every token: the plain form that `mix_sorted`
-is compared with, and the faster one on a CPU, where XLA has no grouped product
-(it masks a copy of the sorted tokens for each expert).
+is compared with, and the one for a CPU, where XLA has no grouped product (it
+masks a copy of the sorted tokens for each expert). On two busy CPU cores, the
+gradient at (M, D, E, F, k) = (32, 96, 8, 64, 2), (3072, 96, 8, 64, 2),
+(512, 256, 32, 128, 4) took 0.3, 88, 140 ms so, and 0.6, 98, 518 ms sorted.
 
 Over a mesh, experts are cut like heads, over the axis of `rules.expert`: each
 device runs its own experts on the tokens that it has anyway, and the sum over

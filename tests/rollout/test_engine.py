@@ -441,6 +441,26 @@ def test_experts_of_a_token_do_not_depend_on_slot_or_neighbours(sparse):
     np.testing.assert_array_equal(one, other)
 
 
+def test_a_rebuild_records_the_choices_of_the_new_weights(sparse):
+  engine, weights = sparse
+  newer = {**weights, 'embedding': weights['embedding'][:, ::-1]}
+  request = tiny.request(new=20)
+  state = start(engine, weights, [request], [2])
+  state, result = engine.generate_steps(weights, state, 6)
+  ids = [*request.prompt_ids, *np.asarray(result.tokens)[2, :6].tolist()]
+  _, (rows,) = engine.rebuild_routed(newer, state, [2], len(ids))
+  full = np.array([ids])
+  choose = jax.jit(functools.partial(transformer.forward_routed, engine.config))
+  found = []
+  for chosen_by in (newer, weights):
+    _, routing = choose(
+        chosen_by, full, np.arange(len(ids))[None], np.ones_like(full)
+    )
+    found.append(np.swapaxes(np.asarray(routing.experts), 0, 1))
+  np.testing.assert_array_equal(rows[0, : len(ids)], found[0])
+  assert not np.array_equal(*found)
+
+
 def test_a_dense_policy_records_nothing(engine):
   weights = tiny.params()
   state = start(engine, weights, [tiny.request(new=2)], [0])
