@@ -1,5 +1,6 @@
 """A family is added by the lines that docs/models.md shows."""
 
+import functools
 import json
 import pathlib
 import re
@@ -72,9 +73,9 @@ def test_a_family_of_a_few_lines_is_read_run_and_written(families, tmp_path):
       tied_embeddings=False,
   )
   ids = jnp.arange(10)[None] % 7
-  run = lambda config, params: transformer.forward(
-      config, params, ids, jnp.arange(10)[None], jnp.ones_like(ids)
-  )
+  run = lambda config, params: jax.jit(
+      functools.partial(transformer.forward, config)
+  )(params, ids, jnp.arange(10)[None], jnp.ones_like(ids))
   got, wanted = run(config, params), run(llama, twin)
   np.testing.assert_allclose(got, wanted, atol=1e-5)
   assert np.abs(got).max() > 0.5
