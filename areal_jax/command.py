@@ -154,7 +154,31 @@ def _load(spec: str, overrides: Sequence[str]) -> Experiment:
     experiment = _load_python(spec)
   for override in overrides:
     _check_fields(experiment, override)
+  _use_algorithm(experiment, overrides)
   return experiment
+
+
+def _use_algorithm(experiment: Experiment, overrides: Sequence[str]) -> None:
+  """Puts the preset of `--config.algorithm=NAME` under all other overrides."""
+  # pylint: disable=g-import-not-at-top
+  from areal_jax.experiment import use_algorithm
+
+  given = {}
+  for override in overrides:
+    path, sign, value = re.sub(r'^--?config\.', '', override).partition('=')
+    given[path] = value
+    if path == 'algorithm' and not sign:
+      raise flags.Error(f'{override} has no value, wanted {override}=NAME')
+  name = given.get('algorithm')
+  if not name:
+    return
+  longest = given.get('rollout.max_new_tokens', '')
+  if longest.isdecimal():  # what is wrong with it is told where it is read
+    experiment.rollout.max_new_tokens = int(longest)
+  try:
+    use_algorithm(experiment, name)
+  except ConfigError as error:
+    raise flags.Error(error) from error
 
 
 def _load_json(path: str) -> Experiment:

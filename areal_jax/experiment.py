@@ -29,6 +29,8 @@ from areal_jax.data.sources import (
     read_sources,
 )
 from areal_jax.data.stream import Part
+from areal_jax.losses import presets
+from areal_jax.losses.advantages import AdvantageSettings
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings
 from areal_jax.models import transformer
@@ -167,6 +169,12 @@ class RolloutSettings:
     max_running: as many answers are under way at once as so many groups have;
       0 for as many groups as fill all slots and half of them again, at least
       one more for each replica.
+    dynamic_sampling: whether groups whose answers all have the same score are
+      dropped and further ones drawn in their place, so that every group of a
+      batch has something to compare (DAPO, https://arxiv.org/abs/2503.14476).
+    dynamic_sampling_tries: how often the batch may be drawn anew, so to speak:
+      after this many times batch_size drops in a step, groups are drawn that
+      are trained whatever their scores.
     max_ready: no group is started while so many finished ones wait for
       training. Where η has no bound, this is what bounds the host's memory;
       those under way still finish.
@@ -186,6 +194,8 @@ class RolloutSettings:
   stop_ids: tuple[int, ...] = ()
   stop_strings: tuple[str, ...] = ()
   max_running: int = 0
+  dynamic_sampling: bool = False
+  dynamic_sampling_tries: int = 10
   max_ready: int = 4096
   dtype: Literal['', 'float32', 'bfloat16'] = ''
   wait_s: float = 600.0
@@ -208,6 +218,15 @@ class RolloutSettings:
               ' half a character')  # fmt: skip
     require(self.max_running >= 0, f'{at}.max_running', self.max_running,
             'at least 0')  # fmt: skip
+    require(self.dynamic_sampling_tries >= 1, f'{at}.dynamic_sampling_tries',
+            self.dynamic_sampling_tries, 'at least 1')  # fmt: skip
+    require(
+        not self.dynamic_sampling or self.group_size > 1,
+        f'{at}.dynamic_sampling',
+        self.dynamic_sampling,
+        'False with group_size=1: one answer never differs from itself, so'
+        ' every group would be dropped',
+    )
     require(self.max_ready >= self.batch_size, f'{at}.max_ready',
             self.max_ready, f'at least batch_size={self.batch_size}, or no'
             ' batch is ever complete')  # fmt: skip
@@ -229,6 +248,10 @@ class Experiment:
   """Everything that a run depends on.
 
   Attributes:
+    algorithm: the preset that `use_algorithm` put into the settings, changed or
+      not; empty for settings of one's own. A command line's
+      `--config.algorithm=NAME` calls it, and single fields given beside it come
+      after it.
     name: folder of the run under `output`.
     output: folder of all runs.
     seed: of weights, sampling and data order.
@@ -246,6 +269,7 @@ class Experiment:
     checkpoint: when the state of the run is saved, and what is kept.
   """
 
+  algorithm: str = ''
   name: str = 'experiment'
   output: str = 'runs'
   seed: int = 1
@@ -312,6 +336,7 @@ class Experiment:
         train.packing.row_tokens,
         f'at least {longest}, the longest prompt and answer',
     )
+    _check_algorithm(self, at)
     shards = self.mesh.train.fsdp
     packings = {'train': train.packing}
     if self.warm_start.steps:
@@ -329,6 +354,168 @@ class Experiment:
 config_lib.open_for_flags(Experiment)
 
 
+def use_algorithm(experiment: Experiment, name: str) -> Experiment:
+  """Puts a preset of `losses/presets.py` into the settings; returns them.
+
+  Sets `train.advantages`, `train.loss` and `rollout.dynamic_sampling`, whatever
+  they were. Call it after `rollout.max_new_tokens` is set, which some presets
+  go by; change single fields afterwards.
+
+  Raises:
+    ConfigError: no such preset.
+  """
+  known = sorted(presets.PRESETS)
+  require(name in known, 'config.algorithm', name, f'one of {known}')
+  chosen = presets.preset(name, longest=experiment.rollout.max_new_tokens)
+  experiment.algorithm = name
+  experiment.train.advantages = chosen.advantages
+  experiment.train.loss = chosen.loss
+  experiment.rollout.dynamic_sampling = chosen.dynamic_sampling
+  return experiment
+
+
+def algorithm_changes(settings: Experiment) -> list[str]:
+  """How the settings differ from the preset that they name.
+
+  Returns:
+    Lines such as 'train.loss.clip_high: 0.28 -> 0.3'; none without a preset.
+  """
+  if not settings.algorithm:
+    return []
+  whole = use_algorithm(
+      Experiment(
+          rollout=RolloutSettings(
+              max_new_tokens=settings.rollout.max_new_tokens
+          )
+      ),
+      settings.algorithm,
+  )
+  lines = []
+  for at in ('train.advantages', 'train.loss', 'rollout.dynamic_sampling'):
+    before, after = whole, settings
+    for name in at.split('.'):
+      before, after = getattr(before, name), getattr(after, name)
+    lines += _differences(
+        at, config_lib.to_dict(before), config_lib.to_dict(after)
+    )
+  return lines
+
+
+def _differences(at: str, before: Any, after: Any) -> list[str]:
+  if not isinstance(before, dict):
+    return [] if before == after else [f'{at}: {before} -> {after}']
+  return [
+      line
+      for name in before
+      for line in _differences(f'{at}.{name}', before[name], after[name])
+  ]
+
+
+def cautions(settings: Experiment) -> list[str]:
+  """What works but is hardly meant, each with the reason, one line each."""
+  rollout, loss = settings.rollout, settings.train.loss
+  advantages = settings.train.advantages
+  penalty = advantages.length_penalty
+  found = []
+  by_sequence = loss.ratio_level == 'sequence'
+  token_rules = [r for r in loss.weight_rules if r.level == 'token']
+  if by_sequence and (loss.weight_level == 'token' or token_rules):
+    found.append(
+        'config.train.loss: the ratio is that of a sequence and weights or'
+        ' rules are those of tokens; all tokens of a sequence are worth the'
+        ' same, so what is cut from one token is made up by the others'
+    )
+  if rollout.dynamic_sampling and not _compares_in_group(advantages):
+    found.append(
+        'config.rollout.dynamic_sampling is True and advantages compare with'
+        ' the batch: groups of equal scores would have taught something there,'
+        ' and without them the batch is another'
+    )
+  if loss.kl_coefficient and loss.kl_kind == 'k1':
+    found.append(
+        "config.train.loss.kl_kind is 'k1': the mean of its gradient is 0, so"
+        ' it only adds noise; k2 or k3 in the loss, k1 in the reward'
+    )
+  if loss.kl_coefficient and advantages.kl_coefficient:
+    found.append(
+        'config.train: both kl_coefficients are above 0, so the distance from'
+        ' the reference is charged for twice'
+    )
+  if penalty.longest > rollout.max_new_tokens:
+    found.append(
+        f'config.train.advantages.length_penalty.longest is {penalty.longest}'
+        f' and rollout.max_new_tokens {rollout.max_new_tokens}: no answer is'
+        ' ever long enough for all of it'
+    )
+  if penalty.longest and settings.train.mask_truncated:
+    found.append(
+        'config.train.mask_truncated is True and there is a length_penalty: the'
+        ' answers that it is highest for are not trained'
+    )
+  return found
+
+
+def _compares_in_group(advantages: AdvantageSettings) -> bool:
+  return 'group' in (advantages.sequences.mean, advantages.tokens.mean)
+
+
+def _check_algorithm(settings: Experiment, at: str) -> None:
+  """Refuses parts of an algorithm that cannot work with one another."""
+  rollout, train = settings.rollout, settings.train
+  loss, advantages = train.loss, train.advantages
+  known = ['', *sorted(presets.PRESETS)]
+  require(settings.algorithm in known, f'{at}.algorithm', settings.algorithm,
+          f'one of {known}')  # fmt: skip
+  for name in ('sequences', 'tokens'):
+    normal = getattr(advantages, name)
+    for part in ('mean', 'std'):
+      level = getattr(normal, part)
+      require(
+          level != 'group' or rollout.group_size > 1,
+          f'{at}.train.advantages.{name}.{part}',
+          level,
+          'another with rollout.group_size=1: an answer that is alone in its'
+          ' group has nothing to be compared with, and an advantage of 0',
+      )
+  # The ratio to the behavior policy is in w, or in ρ where the proximal policy
+  # is the behavior policy and the objective has a ρ.
+  corrected = (
+      loss.objective != 'reinforce'
+      if loss.proximal == 'behavior'
+      else loss.weight_level != 'none'
+  )
+  require(
+      corrected or rollout.eta == 0,
+      f'{at}.train.loss.weight_level',
+      loss.weight_level,
+      "'token' or 'sequence_mean' and a proximal policy other than 'behavior'"
+      f' with rollout.eta={rollout.eta:g}: without a ratio to the policy that'
+      ' sampled them, answers of older weights are trained as if the newest had'
+      ' given them',
+  )
+  taught = advantages.reward_scale == 0
+  require(
+      not taught or advantages.kl_coefficient > 0 and train.reference_path,
+      f'{at}.train.reference_path',
+      train.reference_path,
+      "a teacher's folder, and a train.advantages.kl_coefficient above 0, with"
+      ' train.advantages.reward_scale=0: nothing else would be learnt',
+  )
+  critic = train.critic
+  require(
+      advantages.critic or critic.warmup_steps == 0,
+      f'{at}.train.critic.warmup_steps',
+      critic.warmup_steps,
+      '0 without train.advantages.critic: there is no critic to warm up',
+  )
+  require(
+      critic.warmup_steps < settings.steps,
+      f'{at}.train.critic.warmup_steps',
+      critic.warmup_steps,
+      f'less than steps={settings.steps}, or the policy never learns',
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class Prepared:
   """What a run needs besides devices, checked.
@@ -337,6 +524,8 @@ class Prepared:
     settings: the resolved tree.
     model: the policy's shape, vocabulary and padding filled in.
     source: what lies at `policy.path`, None if it is empty.
+    reference: shape of the policy at `train.reference_path` and what lies
+      there; None if it is empty.
     tokenizer: reads and writes text.
     chat: renders the messages of a chat; None if there is no template.
     tokenizer_files: the tokenizer's files, by name in the folder of the run.
@@ -353,6 +542,7 @@ class Prepared:
   settings: Experiment
   model: ModelConfig
   source: Pretrained | None
+  reference: tuple[ModelConfig, Pretrained] | None
   tokenizer: Tokenizer
   chat: ChatTemplate | None
   tokenizer_files: Mapping[str, bytes]
@@ -406,6 +596,7 @@ def prepare(experiment: Experiment) -> Prepared:
       settings=settings,
       model=model,
       source=source,
+      reference=_reference(settings, tokenizer),
       tokenizer=tokenizer,
       chat=opened.chat,
       tokenizer_files=opened.files,
@@ -575,33 +766,14 @@ def _model(
     settings: Experiment, source: Pretrained | None, tokenizer: Tokenizer
 ) -> ModelConfig:
   """The policy's shape: from its folder or from the settings."""
-  policy = settings.policy
-  model = policy.model
-  if source is not None and policy.load == 'all':
-    model = dataclasses.replace(
-        source.shape(),
-        layer_loop=model.layer_loop,
-        compute_dtype=model.compute_dtype,
-        remat=model.remat,
-    )
-    # How the routers are trained is no part of a published shape.
-    experts = dataclasses.replace(
-        model.moe, balance=policy.model.moe.balance,
-        replay=policy.model.moe.replay,
-    )  # fmt: skip
-    model = dataclasses.replace(model, moe=experts)
-    require(
-        tokenizer.vocab_size <= model.vocab_size,
-        'config.tokenizer.path',
-        f'{settings.tokenizer.path} with {tokenizer.vocab_size} ids',
-        f'at most the {model.vocab_size} of config.policy.path',
-    )
+  if source is not None and settings.policy.load == 'all':
+    model = _loaded_shape(settings, source, tokenizer, 'policy.path')
   else:
-    model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
-  mesh = settings.mesh
-  model = dataclasses.replace(
-      model, vocab_multiple=math.lcm(mesh.train.tensor, mesh.rollout.tensor)
-  )
+    model = dataclasses.replace(
+        settings.policy.model,
+        vocab_size=tokenizer.vocab_size,
+        vocab_multiple=_vocab_multiple(settings),
+    )
   engine = settings.rollout.engine
   require(
       engine.max_length <= model.max_length,
@@ -614,6 +786,67 @@ def _model(
   with named('config.policy.model'):
     config_to_hf(model)  # the run ends by saving it in that form
   return model
+
+
+def _loaded_shape(
+    settings: Experiment, source: Pretrained, tokenizer: Tokenizer, at: str
+) -> ModelConfig:
+  """The shape of a saved policy, to run as the settings say."""
+  ours = settings.policy.model
+  shape = source.shape()
+  experts = shape.moe
+  if at == 'policy.path':
+    # How the routers are trained is no part of a published shape.
+    experts = dataclasses.replace(
+        experts, balance=ours.moe.balance, replay=ours.moe.replay
+    )
+  model = dataclasses.replace(
+      shape,
+      moe=experts,
+      layer_loop=ours.layer_loop,
+      compute_dtype=ours.compute_dtype,
+      remat=ours.remat,
+      vocab_multiple=_vocab_multiple(settings),
+  )
+  require(
+      tokenizer.vocab_size <= model.vocab_size,
+      'config.tokenizer.path',
+      f'{settings.tokenizer.path} with {tokenizer.vocab_size} ids',
+      f'at most the {model.vocab_size} of config.{at}',
+  )
+  return model
+
+
+def _vocab_multiple(settings: Experiment) -> int:
+  return math.lcm(settings.mesh.train.tensor, settings.mesh.rollout.tensor)
+
+
+def _reference(
+    settings: Experiment, tokenizer: Tokenizer
+) -> tuple[ModelConfig, Pretrained] | None:
+  """Shape and place of the policy at `train.reference_path`."""
+  path = settings.train.reference_path
+  if not path:
+    return None
+  at = 'train.reference_path'
+  source = pretrained.find(path, f'config.{at}')
+  with named(f'config.{at}'):
+    model = _loaded_shape(settings, source, tokenizer, at)
+    _check_division(model, settings)
+    return config_lib.resolve(model, f'config.{at}'), source
+
+
+def reference_params(
+    prepared: Prepared, mesh: jax.sharding.Mesh, rules: Rules
+) -> tuple[ModelConfig, Any] | None:
+  """Shape and parameters of the reference policy, on a mesh.
+
+  None where it is the policy that training starts from, or none is needed.
+  """
+  if prepared.reference is None:
+    return None
+  model, source = prepared.reference
+  return model, source.load(model, mesh, rules)
 
 
 def _pretrained(settings: Experiment) -> Pretrained | None:

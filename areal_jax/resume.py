@@ -317,7 +317,7 @@ def require_same(
     seed: int,
     policy: Mapping[str, Any],
     tokenizer: Mapping[str, bytes],
-    reference: bool,
+    roles: Mapping[str, bool],
 ) -> None:
   """Refuses settings under which the checkpoint would be of another run.
 
@@ -327,7 +327,7 @@ def require_same(
     seed: of this run.
     policy: `pretrained.shape_part` of its policy.
     tokenizer: its tokenizer's files by name.
-    reference: whether its loss needs a reference policy.
+    roles: whether its settings ask for 'reference' and 'critic'.
 
   Raises:
     ConfigError: names the setting, its value and the one that was saved.
@@ -352,14 +352,22 @@ def require_same(
   shape, policy = saved.read_json(pretrained.SHAPE), jsonl.plain(policy)
   for name in sorted({*shape, *policy}):
     require_saved(f'policy: {name}', policy.get(name), shape.get(name))
-  held = any(name.startswith('roles/reference/') for name in saved.tensors)
-  require(
-      held == reference,
-      'config.train.loss.kl_coefficient',
-      'above 0' if reference else 0,
-      f'{"above 0" if held else 0}: checkpoint {saved.path} has'
-      f' {"a" if held else "no"} reference policy',
-  )
+  for role, (setting, above) in _ASKS_FOR.items():
+    held = any(name.startswith(f'roles/{role}/') for name in saved.tensors)
+    require(
+        held == roles[role],
+        f'config.train.{setting}',
+        above[roles[role]],
+        f'{above[held]}: checkpoint {saved.path} has'
+        f' {"a" if held else "no"} {role}',
+    )
+
+
+# What asks for a role: a setting, and what it is without and with the role.
+_ASKS_FOR = {
+    'reference': ('loss.kl_coefficient', ('0', 'above 0')),
+    'critic': ('advantages.critic', ('False', 'True')),
+}
 
 
 def changed_settings(saved: Saved, config: Mapping[str, Any]) -> list[str]:
@@ -454,7 +462,7 @@ class Keeper:
     """
     self.finish()  # so that its failure is not taken for one of this
     self._overdue = False
-    applied = int(state.counters.applied_updates)
+    applied = int(state.policy.counters.applied_updates)
     with self._told():
       self._checkpointer.save(
           step,

@@ -48,8 +48,11 @@ from areal_jax.data.stream import ProblemStream
 from areal_jax.experiment import (
     Experiment,
     Prepared,
+    algorithm_changes,
+    cautions,
     initial_params,
     prepare,
+    reference_params,
 )
 from areal_jax.ledger import Ledger
 from areal_jax.mesh.host import keep_freed_memory
@@ -68,11 +71,12 @@ from areal_jax.telemetry.metrics import MetricWriter
 from areal_jax.telemetry.profiling import Profiler
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.samples import LimitedLog, SampleWriter
-from areal_jax.train import checkpoint, pretrained
+from areal_jax.train import checkpoint, memory, pretrained
 from areal_jax.train.supervised import supervised_warm_start
 from areal_jax.train.trainer import Trainer
 from areal_jax.types import (
     Draw,
+    DropReason,
     Group,
     Problem,
     RewardResult,
@@ -131,6 +135,14 @@ def run(experiment: Experiment) -> Result:
         dtype=settings.rollout.dtype,
         pins=settings.evaluation.every > 0,
     )
+    memory.check(
+        prepared.model,
+        settings.train,
+        slices.train,
+        rules,
+        prepared.reference and prepared.reference[0],
+        params,
+    )
     folder = start.folder
     if folder is None:
       folder = run_folder.new_run_folder(settings.output, settings.name)
@@ -159,7 +171,10 @@ def _start(prepared: Prepared) -> tuple[Start, Carried | None]:
       seed=settings.seed,
       policy=pretrained.shape_part(prepared.model),
       tokenizer=prepared.tokenizer_files,
-      reference=settings.train.loss.kl_coefficient > 0,
+      roles={
+          'reference': settings.train.needs_reference,
+          'critic': settings.train.advantages.critic,
+      },
   )
   return start, carried
 
@@ -361,6 +376,13 @@ class Session:
       left: parameters that the policy's path did not have.
     """
     note, saved = self._progress.note, self._start.saved
+    changes = algorithm_changes(self._settings)
+    if changes:
+      note(f'algorithm {self._settings.algorithm}, changed in')
+    for change in changes:
+      note(f'  {change}')
+    for caution in cautions(self._settings):
+      note(f'caution: {caution}')
     for refused in self._start.refused:
       note(refused)
     if left:
@@ -391,6 +413,10 @@ class Session:
         self._slices.train,
         self._rules,
         params,
+        reference=reference_params(
+            self._prepared, self._slices.train, self._rules
+        ),
+        seed=self._settings.seed,
     )
     if self._carried is not None:
       self._restore(trainer)
@@ -658,6 +684,10 @@ class Session:
         observe=lambda kind, draw_index, **fields: self._events.instant(
             kind, 'data', draw_index=draw_index, **fields
         ),
+        informative=scores_differ if rollout.dynamic_sampling else None,
+        uninformative_limit=(
+            rollout.dynamic_sampling_tries * rollout.batch_size
+        ),
     )
 
   # What is written down.
@@ -681,6 +711,7 @@ class Session:
         'drawn': flow.drawn,
         'trained': flow.trained,
         'dropped': sum(flow.dropped.values()),
+        'dropped_uninformative': flow.dropped[DropReason.UNINFORMATIVE],
         'in_flight': flow.outstanding,
         'running': flow.running,
         'ready': flow.ready,
@@ -898,6 +929,11 @@ class Book:
         'skipped_steps': self._skipped,
         **self.rates(),
     }
+
+
+def scores_differ(group: Group) -> bool:
+  """Whether a group has something to compare; one member alone has not."""
+  return len({t.reward.score for t in group.trajectories}) > 1
 
 
 def shuffle_rewards(

@@ -41,6 +41,7 @@ class DropReason(str, enum.Enum):
 
   STALE = 'stale'  # its oldest token is older than the bound
   FAILED = 'failed'  # no member of the group has a score
+  UNINFORMATIVE = 'uninformative'  # all scores are equal: nothing to compare
 
 
 class RewardStatus(str, enum.Enum):

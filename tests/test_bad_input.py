@@ -717,6 +717,24 @@ def test_overrides_reach_the_experiment():
   assert got.train.advantages.reward_clip == 2.0
 
 
+def test_algorithm_lies_under_all_other_overrides():
+  """Wherever it stands on the line, and by the length that the line gives."""
+  got = parse(
+      QUICKSTART,
+      '--config.train.loss.clip_high=0.3',
+      '--config.algorithm=dapo',
+      '--config.rollout.max_new_tokens=16',
+  )
+  assert got.algorithm == 'dapo' and got.rollout.dynamic_sampling
+  assert got.train.loss.clip_high == 0.3
+  assert got.train.advantages.length_penalty.longest == 16
+  assert parse(QUICKSTART).algorithm == ''
+  with pytest.raises(flags.Error, match="algorithm is 'x', wanted one of"):
+    parse(QUICKSTART, '--config.algorithm=x')
+  with pytest.raises(flags.Error, match='wanted --config.algorithm=NAME'):
+    parse(QUICKSTART, '--config.algorithm', 'dapo')
+
+
 def test_get_config_is_called_with_the_variant(tmp_path):
   file = tmp_path / 'variants.py'
   file.write_text(

@@ -10,8 +10,17 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.config import to_dict
-from areal_jax.experiment import prepare
+from areal_jax.config import ConfigError, from_dict, resolve, to_dict
+from areal_jax.experiment import (
+    Experiment,
+    algorithm_changes,
+    cautions,
+    prepare,
+    use_algorithm,
+)
+from areal_jax.losses.advantages import AdvantageSettings, Normalization
+from areal_jax.losses.policy import PolicyLoss, WeightRule
+from areal_jax.losses.presets import PRESETS
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.hf import save_hf
@@ -224,3 +233,127 @@ def test_the_folder_of_runs_may_not_exist_yet(tmp_path):
 def test_eta_may_be_without_bound(tmp_path):
   got = prepare(experiment(tmp_path, rollout__eta=math.inf))
   assert got.settings.rollout.eta == math.inf
+
+
+# Algorithms.
+
+
+@pytest.mark.parametrize('name', sorted(PRESETS))
+def test_an_algorithm_is_one_setting(tmp_path, name):
+  settings = experiment(tmp_path)
+  settings.rollout.eta = 1.0
+  use_algorithm(settings, name)
+  if name == 'distillation':
+    with pytest.raises(ConfigError, match="reference_path is '', wanted a tea"):
+      resolve(settings)
+    settings.train.reference_path = 'teacher'
+  got = resolve(settings)
+  assert got.algorithm == name
+  assert algorithm_changes(got) == []
+  # A run writes what it means, so its file goes on without the preset.
+  again = from_dict(Experiment, to_dict(got))
+  assert to_dict(resolve(again)) == to_dict(got)
+
+
+def test_changes_to_an_algorithm_are_told(tmp_path):
+  settings = use_algorithm(experiment(tmp_path), 'dapo')
+  assert settings.rollout.dynamic_sampling
+  settings.train.loss.clip_high = 0.3
+  settings.rollout.dynamic_sampling = False
+  assert algorithm_changes(resolve(settings)) == [
+      'train.loss.clip_high: 0.28 -> 0.3',
+      'rollout.dynamic_sampling: True -> False',
+  ]
+  with pytest.raises(ConfigError, match="config.algorithm is 'x', wanted one"):
+    use_algorithm(settings, 'x')
+  settings.algorithm = 'dapoo'
+  with pytest.raises(ConfigError, match="algorithm is 'dapoo', wanted one of"):
+    resolve(settings)
+
+
+GROUPED = AdvantageSettings()
+ALONE = AdvantageSettings(
+    sequences=Normalization(), tokens=Normalization('batch', 'batch')
+)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'words'),
+    [
+        (
+            dict(rollout__group_size=1, train__advantages=GROUPED),
+            "advantages.sequences.mean is 'group'.*nothing to be compared",
+        ),
+        (
+            dict(
+                rollout__group_size=1,
+                train__advantages=ALONE,
+                rollout__dynamic_sampling=True,
+            ),
+            'dynamic_sampling is True, wanted False with group_size=1',
+        ),
+        (
+            dict(rollout__eta=1.0, train__loss=PolicyLoss(weight_level='none')),
+            "weight_level is 'none'.*rollout.eta=1: without a ratio",
+        ),
+        (
+            dict(
+                rollout__eta=2.0,
+                train__loss=PolicyLoss(
+                    objective='reinforce', proximal='behavior'
+                ),
+            ),
+            "weight_level is 'token'.*other than 'behavior'",
+        ),
+        (
+            dict(train__critic__warmup_steps=3),
+            'warmup_steps is 3, wanted 0 without train.advantages.critic',
+        ),
+        (
+            dict(rollout__dynamic_sampling_tries=0),
+            'dynamic_sampling_tries is 0, wanted at least 1',
+        ),
+    ],
+)
+def test_parts_that_cannot_work_together_are_refused(tmp_path, changes, words):
+  with pytest.raises(ConfigError, match=words):
+    resolve(experiment(tmp_path, **changes))
+
+
+def test_on_policy_runs_may_leave_the_weight_out(tmp_path):
+  resolve(
+      experiment(
+          tmp_path,
+          rollout__eta=0.0,
+          train__loss=PolicyLoss(weight_level='none'),
+      )
+  )
+
+
+@pytest.mark.parametrize(
+    ('changes', 'words'),
+    [
+        (
+            dict(
+                train__loss=PolicyLoss(
+                    ratio_level='sequence',
+                    weight_rules=(WeightRule(action='clamp', upper=2.0),),
+                )
+            ),
+            'what is cut from one token is made up by the others',
+        ),
+        (
+            dict(rollout__dynamic_sampling=True, train__advantages=ALONE),
+            'advantages compare with the batch',
+        ),
+        (
+            dict(train__loss=PolicyLoss(kl_coefficient=0.1, kl_kind='k1')),
+            'only adds noise',
+        ),
+    ],
+)
+def test_what_is_hardly_meant_is_told_with_its_reason(tmp_path, changes, words):
+  settings = resolve(experiment(tmp_path, **changes))
+  (caution,) = cautions(settings)
+  assert words in caution
+  assert cautions(resolve(experiment(tmp_path))) == []

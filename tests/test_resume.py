@@ -19,6 +19,7 @@ import pytest
 
 from areal_jax import resume, session
 from areal_jax.config import ConfigError
+from areal_jax.losses.advantages import AdvantageSettings, Normalization
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh
 from areal_jax.models import hf
@@ -33,13 +34,18 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def settings(folder, **changes):
-  """A run that needs all of its state: reference, schedule, shuffling."""
+  """A run that needs all its state: reference, critic, schedule, shuffling."""
   return experiment(
       folder,
       **{
           'steps': 6,
           'shuffle_rewards': True,
           'train__loss': PolicyLoss(kl_coefficient=0.1),
+          'train__advantages': AdvantageSettings(
+              sequences=Normalization(),
+              critic=True,
+              tokens=Normalization('batch', 'batch'),
+          ),
           'train__optimizer': OptimizerSettings(
               learning_rate=1e-2,
               schedule='cosine',
@@ -120,6 +126,8 @@ def test_run_that_goes_on_equals_one_that_never_stopped(uninterrupted, resumed):
   assert_same_bits(ours, theirs)  # moments, counters and the reference too
   assert any(name.startswith('roles/reference') for name in ours)
   assert any(name.startswith('roles/policy/optimizer') for name in ours)
+  assert any(name.startswith('roles/policy/counters') for name in ours)
+  assert any(name.startswith('roles/critic/optimizer') for name in ours)
 
 
 def test_every_step_is_told_once_and_as_it_would_have_been(

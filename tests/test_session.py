@@ -24,6 +24,7 @@ from areal_jax.experiment import (
     TaskSettings,
     initial_params,
     prepare,
+    use_algorithm,
 )
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
@@ -564,6 +565,30 @@ def test_minibatches_and_a_reference_policy(tmp_path):
   assert metrics[0]['kl_reference'] >= 0
   assert metrics[-1]['kl_reference'] > metrics[0]['kl_reference']
   assert result.summary['engine_trainer_logprob_gap_max'] < 1e-4
+
+
+def test_critic_and_dynamic_sampling_in_a_run(tmp_path):
+  """Every draw has one place, and every trained group something to compare."""
+  made = experiment(
+      tmp_path, rollout__eta=1.0, rollout__dynamic_sampling_tries=50
+  )
+  use_algorithm(made, 'ppo')
+  made.rollout.dynamic_sampling = True
+  result = session.run(made)
+  summary = result.summary
+  assert summary['dropped_by_reason']['uninformative'] > 0
+  assert summary['drawn'] == (
+      summary['trained'] + summary['dropped'] + summary['in_flight']
+  )
+  steps = [r for r in rows_of(result, 'metrics.jsonl') if 'loss' in r]
+  assert all(row['zero_variance_fraction'] == 0 for row in steps)
+  assert steps[-1]['dropped_uninformative'] > 0
+  assert all(row['critic_loss'] >= 0 for row in steps)
+  assert summary['recompiles_after_warmup'] == 0
+  assert (
+      json.loads((result.folder / 'config.json').read_text())['algorithm']
+      == 'ppo'
+  )
 
 
 def test_failed_rewards_are_counted_and_never_scored(tmp_path):

@@ -300,6 +300,24 @@ def reinforce(longest: int) -> Preset:
   )
 
 
+def distillation(longest: int) -> Preset:
+  """A teacher's log-probs are the reward, token by token; no verifier's is.
+
+  A_t = log teacher - log π_behav, the reverse KL of that token alone (γ = 0).
+  The teacher is the reference policy. On-policy distillation,
+  https://arxiv.org/abs/2306.13649; see `supervised.distillation_advantages`.
+  """
+  del longest
+  return Preset(
+      AdvantageSettings(
+          reward_scale=0.0,
+          sequences=Normalization(),
+          gamma=0.0,
+          kl_coefficient=1.0,
+      )
+  )
+
+
 PRESETS: dict[str, Callable[[int], Preset]] = {
     function.__name__: function
     for function in (
@@ -324,6 +342,7 @@ PRESETS: dict[str, Callable[[int], Preset]] = {
         loglinear,
         gmpo,
         reinforce,
+        distillation,
     )
 }
 

@@ -104,6 +104,14 @@ class Controller:
       or none is ever complete.
     observe: called with (kind, draw_index, fields) for the event log.
     failure_limit: groups in a row without a scored member that end the run.
+    informative: whether a finished group may be trained. One that may not is
+      dropped and counted, and its room goes to a further draw, so admission
+      keeps its bound and every draw its one place. None to train all.
+    uninformative_limit: after so many drops of this kind since the last
+      version, groups are admitted that are trained whatever they turn out to
+      be, so a step is never without end. What was admitted before may still be
+      dropped. It is settled at admission, and so that at η = 0 the order of the
+      data alone decides, not which group finished first.
 
   Attributes:
     ledger: the counts.
@@ -124,6 +132,8 @@ class Controller:
       max_ready: float = math.inf,
       observe: Callable[..., None] = lambda kind, draw_index, **fields: None,
       failure_limit: int = 16,
+      informative: Callable[[Group], bool] | None = None,
+      uninformative_limit: int = 0,
   ):
     self.ledger = ledger
     self.failed_members = 0
@@ -137,6 +147,10 @@ class Controller:
     self._clock = clock
     self._observe = observe
     self._failure_limit = failure_limit
+    self._informative = informative
+    self._uninformative_limit = uninformative_limit
+    self._uninformative = 0  # dropped since the last version
+    self._admitted = 0  # since the last version
     self._failures_in_a_row = 0
     self._last_failure = ''
     self._running: dict[int, tuple[Draw, asyncio.Task]] = {}
@@ -230,6 +244,7 @@ class Controller:
     """The version trained from the groups in training is with the engines."""
     self.ledger.publish(version)
     self._training = []
+    self._uninformative = self._admitted = 0
     self._wake()
 
   def snapshot(self) -> Snapshot:
@@ -283,7 +298,13 @@ class Controller:
       await self._change()
 
   def _start(self, draw: Draw) -> None:
-    task = asyncio.create_task(self._group(draw, self.ledger.version))
+    limit = self._uninformative_limit
+    # At η = 0 the second follows from the first, whenever drops are heard of.
+    spent = self._admitted >= self.ledger.batch_size + limit
+    spent = spent and self._uninformative >= limit
+    keep = self._informative is None or spent
+    self._admitted += 1
+    task = asyncio.create_task(self._group(draw, self.ledger.version, keep))
     task.add_done_callback(self._task_done)
     self._running[draw.draw_index] = (draw, task)
     self._missing[draw.draw_index] = self._group_size
@@ -294,7 +315,7 @@ class Controller:
         attempt=draw.attempt,
     )
 
-  async def _group(self, draw: Draw, version: int) -> None:
+  async def _group(self, draw: Draw, version: int, keep: bool) -> None:
     async with asyncio.TaskGroup() as members:
       tasks = [
           members.create_task(self._member(draw, sample, version))
@@ -309,7 +330,7 @@ class Controller:
         admitted_version=version,
     )
     del self._running[draw.draw_index], self._missing[draw.draw_index]
-    self._finish(group)
+    self._finish(group, keep)
 
   async def _member(
       self, draw: Draw, sample: int, version: int
@@ -329,11 +350,16 @@ class Controller:
     missing = sum(self._missing.values())
     return missing <= (self._max_running - 1) * self._group_size
 
-  def _finish(self, group: Group) -> None:
+  def _finish(self, group: Group, keep: bool) -> None:
     self.failed_members += len(group.failed)
     for sample, reason in group.failed:
       self._last_failure = f'draw {group.draw_index} sample {sample}: {reason}'
-    if group.trajectories:
+    if group.trajectories and not (keep or self._informative(group)):
+      self._failures_in_a_row = 0
+      self._uninformative += 1
+      self._buffer.forget(group.draw_index)
+      self._drop(group.draw_index, DropReason.UNINFORMATIVE, was='running')
+    elif group.trajectories:
       self._failures_in_a_row = 0
       self.ledger.finish()
       self._buffer.put(group)

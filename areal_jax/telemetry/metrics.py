@@ -121,6 +121,13 @@ _LEARNING = (
         10.0,
     ),
     Metric(
+        'update_norm',
+        'norm',
+        'Global norm of the change of the parameters, mean over the updates of'
+        ' the step; 0 where nothing moved.',
+        0.0,
+    ),
+    Metric(
         'learning_rate',
         'per update',
         'Learning rate of the last update of the step.',
@@ -141,10 +148,129 @@ _LEARNING = (
         0.3,
     ),
     Metric(
+        'clip_high_fraction',
+        'share',
+        'Share of the loss tokens with a positive advantage whose ratio was'
+        ' clipped from above.',
+        0.0,
+        0.3,
+    ),
+    Metric(
+        'clip_low_fraction',
+        'share',
+        'Share of the loss tokens with a negative advantage whose ratio was'
+        ' clipped from below.',
+        0.0,
+        0.3,
+    ),
+    Metric(
+        'dual_clip_fraction',
+        'share',
+        'Share of loss tokens at which `dual_clip` bound the objective.',
+        0.0,
+        0.1,
+    ),
+    Metric(
+        'ratio_mean',
+        'ratio',
+        'Mean of π_θ / π_prox over the loss tokens; 1 in the first update of a'
+        ' step.',
+        0.8,
+        1.25,
+    ),
+    Metric(
+        'ratio_max',
+        'ratio',
+        'The largest of these.',
+        0.0,
+        20.0,
+    ),
+    Metric(
+        'kl_update',
+        'nats/token',
+        'k3 estimate of KL(π_prox ‖ π_θ) over the loss tokens: how far the'
+        ' updates of the step had moved the policy when its last one began.',
+        0.0,
+        0.1,
+    ),
+    Metric(
+        'rejected_fraction',
+        'share',
+        'Share of loss tokens that a weight rule or the second-moment mask took'
+        ' out of the loss; the denominator goes on counting them.',
+        0.0,
+        0.3,
+    ),
+    Metric(
+        'masked_fraction',
+        'share',
+        'Share of sampled tokens that never came into the loss, because their'
+        ' answers were truncated (`mask_truncated`).',
+        0.0,
+        0.2,
+    ),
+    Metric(
+        'clamped_fraction',
+        'share',
+        'Share of loss tokens with a log-ratio outside of ±20, which was held'
+        ' there.',
+        0.0,
+        0.0,
+    ),
+    Metric(
         'kl_reference',
         'nats/token',
         'Mean estimate of KL(π_θ ‖ π_reference) on the trained tokens; only'
-        ' with a reference policy.',
+        ' with a reference policy. With a KL in the reward it is that of the'
+        ' policies that sampled them.',
+        0.0,
+        1.0,
+    ),
+    Metric(
+        'critic_loss',
+        'reward²',
+        'Loss of the critic; this and the next only with one.',
+        0.0,
+    ),
+    Metric(
+        'critic_gradient_norm',
+        'norm',
+        'Global norm of its gradient before clipping, mean over the updates of'
+        ' the step.',
+        0.0,
+        10.0,
+    ),
+    Metric(
+        'critic_clip_fraction',
+        'share',
+        'Share of loss tokens at which the clip made its loss larger.',
+        0.0,
+        0.5,
+    ),
+    Metric(
+        'critic_skipped_updates',
+        'updates',
+        'Updates of the critic since the start of the run that were skipped,'
+        ' because a gradient was not finite.',
+        0.0,
+        0.0,
+    ),
+    Metric(
+        'value_mean',
+        'reward',
+        'Mean value that the critic gives to the states of the loss tokens.',
+    ),
+    Metric(
+        'return_mean',
+        'reward',
+        'Mean of what it should have given, the returns.',
+    ),
+    Metric(
+        'explained_variance',
+        'share',
+        '1 - Var(return - value) / Var(return) over the loss tokens: 1 is a'
+        ' critic that knows all, 0 one that might as well be a constant, below'
+        ' 0 one that does harm.',
         0.0,
         1.0,
     ),
@@ -173,8 +299,9 @@ _LEARNING = (
     Metric(
         'skipped_steps',
         'steps',
-        'Steps since the start of the run that left the parameters alone,'
-        ' because a gradient was not finite or no token carried one.',
+        'Updates since the start of the run that left the parameters alone,'
+        ' because a gradient was not finite, no token carried one, or the'
+        ' critic was still to warm up.',
         0.0,
         0.0,
     ),
@@ -227,6 +354,22 @@ _OFF_POLICY = (
         20.0,
     ),
     Metric(
+        'importance_capped_fraction',
+        'share',
+        'Share of loss tokens whose weight a rule cut.',
+        0.0,
+        0.1,
+    ),
+    Metric(
+        'kl_behavior',
+        'nats/token',
+        'k3 estimate of KL(π_behav ‖ π_prox) over the loss tokens: how far the'
+        ' policies that sampled them are from the one that the step started'
+        ' from.',
+        0.0,
+        0.1,
+    ),
+    Metric(
         'logprob_gap_fresh_max',
         'nats',
         'Largest absolute difference between the log-probs of engine and'
@@ -261,6 +404,39 @@ _OFF_POLICY = (
             f' trainer over trained tokens whose staleness is {words}.',
             0.0,
             0.5 if age else 1e-5,
+        )
+        for age, words in _AGES
+    ),
+    *(
+        Metric(
+            f'{name}_staleness_{age}',
+            unit,
+            f'{what} whose staleness is {words}.',
+            low,
+            high,
+        )
+        for name, unit, what, low, high in (
+            (
+                'importance_weight',
+                'ratio',
+                'Mean of π_prox / π_behav over the loss tokens',
+                0.8,
+                1.25,
+            ),
+            (
+                'clip_fraction',
+                'share',
+                'Share that was clipped of the loss tokens',
+                0.0,
+                0.3,
+            ),
+            (
+                'rejected_fraction',
+                'share',
+                'Share that a rule rejected of the loss tokens',
+                0.0,
+                0.3,
+            ),
         )
         for age, words in _AGES
     ),
@@ -326,6 +502,13 @@ _FLOW = (
         'dropped',
         'groups',
         'Groups that left untrained, each with a reason in the events.',
+        0.0,
+    ),
+    Metric(
+        'dropped_uninformative',
+        'groups',
+        'Of these, those that dynamic sampling left out, because their answers'
+        ' all have the same score.',
         0.0,
     ),
     Metric(

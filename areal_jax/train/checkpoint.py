@@ -43,7 +43,7 @@ from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.metrics import METRICS
 from areal_jax.train.state import TrainState
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 had no counters of its own for each network
 STATE = 'state'
 MANIFEST = 'manifest.json'
 COMMITTED = 'COMMITTED'
@@ -265,8 +265,8 @@ def restore_state(
   wanted, tree = _named_leaves(like)
   _require_tensors(saved, wanted, saved.tensors, padded or {})
   found = _read_tensors(saved, wanted)
-  roles, counters = jax.tree.unflatten(tree, [found[name] for name in wanted])
-  return TrainState(roles, counters, version=saved.version)
+  roles = jax.tree.unflatten(tree, [found[name] for name in wanted])
+  return TrainState(roles, version=saved.version)
 
 
 def restore_params(
@@ -663,13 +663,8 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
 
 def _named_leaves(state: TrainState) -> tuple[dict[str, Any], Any]:
   """Arrays of a state by name, such as 'roles/policy/trainable/embedding'."""
-  tree = (state.roles, state.counters)
-  leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-  tops = ('roles', 'counters')
-  named = {
-      f'{tops[path[0].idx]}/{name_of(path[1:])}': leaf for path, leaf in leaves
-  }
-  return named, structure
+  leaves, structure = jax.tree_util.tree_flatten_with_path(state.roles)
+  return {f'roles/{name_of(path)}': leaf for path, leaf in leaves}, structure
 
 
 def name_of(path: Sequence[Any]) -> str:

@@ -118,6 +118,56 @@ def allocate_rows(
   return bins + [[] for _ in range(wanted - len(bins))]
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Where a sequence lies: row `row` of a microbatch, from token `start` on."""
+
+  microbatch: int
+  row: int
+  start: int
+  segment: int  # its segment id, from 1
+
+
+def lay(lengths: Sequence[int], settings: PackingSettings) -> list[Place]:
+  """The place of each sequence; sequences of a row stand in their order.
+
+  Raises:
+    ValueError: as `allocate`.
+  """
+  bins = allocate_rows(lengths, settings.row_tokens, settings.rows)
+  places: dict[int, Place] = {}
+  for number, members in enumerate(bins):
+    microbatch, row = divmod(number, settings.rows)
+    start = 0
+    for segment, index in enumerate(sorted(members), start=1):
+      places[index] = Place(microbatch, row, start, segment)
+      start += lengths[index]
+  return [places[index] for index in range(len(lengths))]
+
+
+def gather(
+    rows: Sequence[np.ndarray], places: Sequence[Place], lengths: Sequence[int]
+) -> list[np.ndarray]:
+  """The part of each sequence, [T_i], from [B, T] of each microbatch."""
+  return [
+      rows[p.microbatch][p.row, p.start : p.start + length]
+      for p, length in zip(places, lengths, strict=True)
+  ]
+
+
+def scatter(
+    values: Sequence[np.ndarray],
+    places: Sequence[Place],
+    settings: PackingSettings,
+) -> list[np.ndarray]:
+  """[B, T] float32 of each microbatch from [T_i] of each sequence; else 0."""
+  shape = (settings.rows, settings.row_tokens)
+  rows = [np.zeros(shape, np.float32) for _ in range(_microbatches(places))]
+  for value, p in zip(values, places, strict=True):
+    rows[p.microbatch][p.row, p.start : p.start + len(value)] = value
+  return rows
+
+
 def pack(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[np.ndarray],
@@ -172,6 +222,45 @@ def _choices(
   return recorded
 
 
+def pack_pairs(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]],
+    settings: PackingSettings,
+) -> list[Microbatch]:
+  """Packs (prompt, chosen, rejected) ids; both answers of a pair share a row.
+
+  A row holds pairs one behind another, each as two sequences: segment 1 is the
+  chosen answer with its prompt, 2 the rejected one of the same pair, and so on.
+  The loss mask is 1 on answers.
+
+  Raises:
+    ValueError: a pair is longer than a row, or lacks a prompt or an answer.
+  """
+  joined = []
+  for index, (prompt, *answers) in enumerate(pairs):
+    length = 2 * len(prompt) + sum(map(len, answers))
+    if not all(map(len, (prompt, *answers))) or length > settings.row_tokens:
+      raise ValueError(
+          f'pair {index} has {len(prompt)} prompt and'
+          f' {[len(a) for a in answers]} answer tokens, wanted at least one of'
+          f' each and, the prompt twice, at most'
+          f' packing.row_tokens={settings.row_tokens} together'
+      )
+    joined.append(length)
+  places = lay(joined, settings)
+  packed = [empty(settings) for _ in range(_microbatches(places))]
+  for (prompt, *answers), place in zip(pairs, places):
+    arrays, start = packed[place.microbatch].arrays(), place.start
+    for which, answer in enumerate(answers):
+      length = len(prompt) + len(answer)
+      at = (place.row, slice(start, start + length))
+      arrays['ids'][at] = [*prompt, *answer]
+      arrays['loss_mask'][at] = np.arange(length) >= len(prompt)
+      arrays['positions'][at] = np.arange(length)
+      arrays['segment_ids'][at] = 2 * place.segment - 1 + which
+      start += length
+  return packed
+
+
 def pack_tokens(
     sequences: Sequence[tuple[np.ndarray, np.ndarray]],
     settings: PackingSettings,
@@ -222,23 +311,23 @@ def _fill(
 ) -> list[Microbatch]:
   """Writes each sequence's fields into its row."""
   lengths = [len(s['ids']) for s in sequences]
-  bins = allocate_rows(lengths, settings.row_tokens, settings.rows)
+  places = lay(lengths, settings)
+  packed = [
+      empty(settings, routing) for _ in range(_microbatches(places))
+  ]
   counting = np.arange(settings.row_tokens, dtype=np.int32)
-  packed = []
-  for first in range(0, len(bins), settings.rows):
-    microbatch = empty(settings, routing)
-    arrays = microbatch.arrays()
-    for row, members in enumerate(bins[first : first + settings.rows]):
-      start = 0
-      for segment, index in enumerate(sorted(members), start=1):
-        end = start + lengths[index]
-        for name, value in sequences[index].items():
-          arrays[name][row, start:end] = value
-        arrays['positions'][row, start:end] = counting[: end - start]
-        arrays['segment_ids'][row, start:end] = segment
-        start = end
-    packed.append(microbatch)
+  for sequence, length, place in zip(sequences, lengths, places):
+    arrays = packed[place.microbatch].arrays()
+    at = (place.row, slice(place.start, place.start + length))
+    for name, value in sequence.items():
+      arrays[name][at] = value
+    arrays['positions'][at] = counting[:length]
+    arrays['segment_ids'][at] = place.segment
   return packed
+
+
+def _microbatches(places: Sequence[Place]) -> int:
+  return 1 + max((place.microbatch for place in places), default=-1)
 
 
 def _check(

@@ -1,8 +1,8 @@
 """What training carries from one step to the next, and what a checkpoint saves.
 
 `version` counts published policies; `counters.applied_updates` counts
-optimizer updates. They differ as soon as a step has several minibatches, or
-one that was skipped.
+optimizer updates of one network. They differ as soon as a step has several
+minibatches, or one that was skipped.
 """
 
 from __future__ import annotations
@@ -14,28 +14,6 @@ from typing import Any
 import jax
 
 PyTree = Any
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=('trainable', 'frozen', 'optimizer'),
-    meta_fields=(),
-)
-@dataclasses.dataclass(frozen=True)
-class Role:
-  """One network: the part that learns, the part that does not, its optimizer.
-
-  The policy has everything trainable, a reference everything frozen.
-  """
-
-  trainable: dict[str, PyTree]
-  frozen: dict[str, PyTree]
-  optimizer: PyTree = ()
-
-  @property
-  def params(self) -> dict[str, PyTree]:
-    """Both parts as the model takes them."""
-    return {**self.frozen, **self.trainable}
 
 
 @functools.partial(
@@ -67,7 +45,36 @@ class Counters:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=('roles', 'counters', 'version'),
+    data_fields=('trainable', 'frozen', 'optimizer', 'counters'),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class Role:
+  """One network: the part that learns, the part that does not, its optimizer.
+
+  A policy or critic has everything trainable, a reference everything frozen.
+
+  Attributes:
+    trainable: parameters that the optimizer moves.
+    frozen: parameters that stay.
+    optimizer: its state; () if nothing is trainable.
+    counters: of its updates; None if nothing is trainable.
+  """
+
+  trainable: dict[str, PyTree]
+  frozen: dict[str, PyTree]
+  optimizer: PyTree = ()
+  counters: Counters | None = None
+
+  @property
+  def params(self) -> dict[str, PyTree]:
+    """Both parts as the model takes them."""
+    return {**self.frozen, **self.trainable}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=('roles', 'version'),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +82,11 @@ class TrainState:
   """The whole state of training.
 
   Attributes:
-    roles: 'policy', and 'reference' where the loss needs one.
-    counters: minibatches by outcome.
+    roles: 'policy'; 'reference' and 'critic' where the settings ask for them.
     version: policies published; version 0 is the one training starts from.
   """
 
   roles: dict[str, Role]
-  counters: Counters
   version: int = 0
 
   @property

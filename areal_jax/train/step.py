@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Literal, Mapping, Sequence
 
 import jax
 from jax import Array
@@ -33,7 +33,7 @@ import optax
 from areal_jax.config import require
 from areal_jax.losses import logprobs, masking, policy, supervised
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import moe, transformer
+from areal_jax.models import heads, moe, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import Routing
 from areal_jax.train import packing
@@ -47,6 +47,7 @@ from areal_jax.train.state import Counters, Role, TrainState
 from areal_jax.types import Microbatch
 
 PyTree = Any
+NetworkKind = Literal['policy', 'value', 'reward']
 Batch = Mapping[str, Array]
 
 # The loss holds a few arrays of this size at once, instead of some of the size
@@ -75,8 +76,9 @@ class Scores:
   reference_logps: Array | None
 
 
-# (scores, batch) -> loss and statistics with names in _sum and _max.
-Objective = Callable[[Scores, Batch], tuple[Array, dict[str, Array]]]
+# (what the network says, batch) -> loss and statistics with names in _sum and
+# _max. A policy says `Scores`; a critic and a reward model [B, T], see `score`.
+Objective = Callable[[Any, Batch], tuple[Array, dict[str, Array]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Outcome:
   Attributes:
     applied: whether parameters moved.
     gradient_norm: before clipping; not finite if the update was skipped.
+    update_norm: of the change of the parameters; 0 if nothing moved.
     learning_rate: of this update, applied or not.
     loss: of the minibatch, divided by its token count.
     idle_updates: without anything to learn, since the start of the run.
@@ -97,6 +100,7 @@ class Outcome:
 
   applied: bool
   gradient_norm: float
+  update_norm: float
   learning_rate: float
   loss: float
   idle_updates: int
@@ -107,13 +111,18 @@ class Outcome:
 
 
 def policy_objective(settings: policy.PolicyLoss) -> Objective:
-  """The loss of `policy.py`; the gap between engine and trainer is measured."""
+  """The policy loss of these settings, with statistics by age.
+
+  The batch has 'kept' where the settings have a `second_moment`.
+  """
 
   def objective(scores: Scores, batch: Batch):
     mask = batch['loss_mask']
     entropy = scores.entropy
     if not settings.entropy_coefficient:  # measured only: no backward pass
       entropy = jax.lax.stop_gradient(entropy)
+    fresh = mask * (batch['versions'] == batch['version'])
+    ages = batch['version'] - batch['versions']
     loss, stats = policy.policy_loss(
         scores.logps,
         scores.proximal_logps,
@@ -123,13 +132,26 @@ def policy_objective(settings: policy.PolicyLoss) -> Objective:
         denominator=batch['denominator'],
         settings=settings,
         segment_ids=batch['segment_ids'],
-        ages=batch['version'] - batch['versions'],
+        ages=ages,
+        kept=batch.get('kept'),
         reference_logps=scores.reference_logps,
         entropy=entropy,
-        fresh=mask * (batch['versions'] == batch['version']),
+        fresh=fresh,
     )
     gap = jnp.abs(scores.proximal_logps - batch['behavior_logps'])
-    return loss, {**stats, 'gap_sum': masking.masked_sum(gap, mask)}
+    stats['gap_sum'] = masking.masked_sum(gap, mask)
+    if settings.proximal != 'exact':
+      # There the loss has seen a stand-in; engine and trainer are compared by
+      # what the weights really say.
+      stats |= {
+          'fresh_gap_sum': masking.masked_sum(gap, fresh),
+          'fresh_gap_max': masking.masked_max(gap, fresh),
+      }
+      bucket = jnp.clip(ages, policy.AGES[0], policy.AGES[-1])
+      for age in policy.AGES:
+        of_age = mask * (bucket == age)
+        stats[f'age_{age}_gap_sum'] = masking.masked_sum(gap, of_age)
+    return loss, jax.lax.stop_gradient(stats)
 
   return objective
 
@@ -144,10 +166,11 @@ def supervised_objective(scores: Scores, batch: Batch):
 
 
 class TrainStep:
-  """The compiled programs of training for one model, mesh and static shape.
+  """The compiled programs of training for one network, mesh and static shape.
 
   Holds no training state: states go in and come out, and those that went in
-  are donated (their buffers are gone).
+  are donated (their buffers are gone). A state may have further roles: one step
+  trains the policy of it, another one its critic.
 
   Args:
     config: the model.
@@ -156,15 +179,25 @@ class TrainStep:
     mesh: the train mesh.
     rules: from logical axes to mesh axes; rows are cut as 'batch'.
     shape: [B, T] of a microbatch.
-    reference: whether the state has a frozen reference policy.
-    recompute_proximal: whether `accumulate` is given proximal log-probs. If
-      not, the proximal policy is the one that learns: right for one update a
-      step.
+    kind: what the network says of a token: 'policy' its log-prob, 'value' what
+      a critic expects before it, 'reward' the score of the sequence that ends
+      with it. A critic is kept as role 'critic', the others as 'policy'.
+    reference: shape of the frozen policy that the state has as role
+      'reference'; None without one.
+    scores_reference: whether the objective is given its log-probs.
+    inputs: what `place` sends beside the fields of a microbatch, by name: ()
+      for a float32 scalar, ('batch', 'time') for float32 [B, T].
+    recompute_proximal: whether `accumulate` may be given proximal log-probs.
+      Without, the proximal policy is the one that learns: right for the first
+      update of a step.
     max_consecutive_skips: how many non-finite minibatches in a row are skipped
       before `fetch` raises.
     logit_bytes: of logits that a device may hold at once.
     replayed: (L, k) of the recorded choices of experts that microbatches have;
       None if they have none.
+
+  Attributes:
+    role: of the network that learns, in a state.
 
   Raises:
     ConfigError: rows do not divide over the shards of the mesh.
@@ -179,7 +212,10 @@ class TrainStep:
       rules: Rules,
       shape: PackingSettings,
       *,
-      reference: bool = False,
+      kind: NetworkKind = 'policy',
+      reference: ModelConfig | None = None,
+      scores_reference: bool = True,
+      inputs: Mapping[str, tuple[str, ...]] | None = None,
       recompute_proximal: bool = False,
       max_consecutive_skips: int = 3,
       logit_bytes: int = LOGIT_BYTES,
@@ -199,68 +235,114 @@ class TrainStep:
     self._mesh = mesh
     self._rules = rules
     self._shape = shape
+    self._kind = kind
+    self.role = 'critic' if kind == 'value' else 'policy'
     self._reference = reference
+    self._scores_reference = reference is not None and scores_reference
+    self._inputs = {'denominator': (), **(inputs or {})}
     self._recompute_proximal = recompute_proximal
     self._max_consecutive_skips = max_consecutive_skips
     columns = config.padded_vocab_size // rules.parts('vocab', mesh)
     of_position = 4 * columns * (shape.rows // shards)  # one a row, float32
     self._chunk = max(1, logit_bytes // of_position)
     self._replayed = replayed
+    self._balance = config.moe.balance if kind == 'policy' else 0.0
     self._rows = rules.sharding(
         ('batch', 'time'), (shape.rows, shape.row_tokens), mesh
     )
     self._everywhere = NamedSharding(mesh, PartitionSpec())
-    self._params = _with_shardings(
-        transformer.abstract_params(config),
-        transformer.param_shardings(config, mesh, rules),
-    )
+    self._params = abstract_network(config, kind, mesh, rules)
     self._compiled: dict[str, jax.stages.Compiled] = {}
     self._names = [
         jax.tree_util.keystr(path, simple=True, separator='/')
         for path, _ in jax.tree.leaves_with_path(self._params)
     ]
 
-  def warm_up(self) -> None:
-    """Compiles every program; nothing compiles after it."""
-    for name in ('initialise', 'zeros', 'accumulate', 'apply'):
+  def warm_up(self, *more: str) -> None:
+    """Compiles every program; nothing compiles after it.
+
+    Args:
+      more: 'score' or 'score_reference', where those are asked for.
+    """
+    for name in ('initialise', 'zeros', 'accumulate', 'apply', *more):
       self._program(name)
     if self._recompute_proximal:
-      self._program('proximal')
-    if self._config.moe.balance:
+      self._program('score')
+      self._program('accumulate_around')
+    if self._balance:
       self._program('no_load')
       self._program('load')
 
-  def initial_state(self, params: PyTree) -> TrainState:
-    """State at version 0; takes `params` over, which must not be used again.
+  def initial_state(
+      self, params: PyTree, reference: PyTree | None = None
+  ) -> TrainState:
+    """State at version 0; takes what it is given over, not to be used again.
+
+    Args:
+      params: of the network that learns.
+      reference: of the frozen policy; None for a copy of `params`, where the
+        step was built with one.
 
     Raises:
       ValueError, TypeError: parameters of another shape or sharding.
     """
-    state = self._program('initialise')(params)
-    return dataclasses.replace(state, version=0)
+    roles = {self.role: self._program('initialise')(params)}
+    if self._reference is not None:
+      if reference is None:
+        # Copied: the policy's buffers are donated at each update.
+        reference = self._program('copy')(roles[self.role].params)
+      roles['reference'] = Role({}, reference)
+    return TrainState(roles, version=0)
 
   def state_shardings(self) -> TrainState:
     """Shardings of a state, to place one that was loaded from a checkpoint."""
-    return _shardings(self._abstract_state)
+    return TrainState(_shardings(self.abstract_state.roles), self._everywhere)
 
   def place(
-      self, microbatch: Microbatch, denominator: float, version: int
+      self,
+      microbatch: Microbatch,
+      denominator: float,
+      version: int,
+      **more: Any,
   ) -> Batch:
     """Sends a microbatch to the train mesh.
 
     Args:
       microbatch: of the static shape.
-      denominator: loss tokens of its whole minibatch.
+      denominator: loss tokens of its whole minibatch, or what else the loss is
+        divided by.
       version: the version that the step started from.
+      **more: the other `inputs` of the step.
+
+    Raises:
+      ValueError: inputs of other names than the step was built with.
     """
+    more = {'denominator': denominator, **more}
+    if set(more) != set(self._inputs):
+      raise ValueError(
+          f'inputs {sorted(more)} were placed, wanted {sorted(self._inputs)}'
+      )
     arrays = microbatch.arrays()
-    arrays['denominator'] = np.float32(denominator)
+    arrays |= {name: np.float32(value) for name, value in more.items()}
     arrays['version'] = np.int32(version)
     return jax.device_put(arrays, _shardings(self._batch))
 
-  def proximal(self, state: TrainState, batch: Batch) -> Array:
-    """[B, T] log-probs under the weights of `state`, for `accumulate`."""
-    return self._program('proximal')(state.policy.params, batch)
+  def rows(self, values: np.ndarray) -> Array:
+    """Sends [B, T] float32 to where the rows of a microbatch lie."""
+    return jax.device_put(np.asarray(values, np.float32), self._rows)
+
+  def score(self, state: TrainState, batch: Batch) -> Array:
+    """[B, T] that the network says under the weights of `state`.
+
+    Log-probs of a policy, which `accumulate` takes as proximal ones if the
+    state is that at the start of a step; values of a critic.
+    """
+    return self._program('score')(state.roles[self.role].params, batch)
+
+  def score_reference(self, state: TrainState, batch: Batch) -> Array:
+    """[B, T] log-probs under the reference policy."""
+    reference = state.roles['reference'].params
+    return self._program('score_reference')(reference, batch)
 
   def accumulate(
       self,
@@ -273,27 +355,30 @@ class TrainStep:
     Args:
       state: is only read.
       batches: from `place`, any number.
-      proximal: log-probs for each batch, where the step was built for them.
+      proximal: log-probs for each batch. None where the weights of `state` are
+        those that the step started from, and so are the proximal policy.
 
     Raises:
-      ValueError: proximal log-probs are missing or were not expected.
+      ValueError: the step was not built to be given proximal log-probs.
     """
-    if (proximal is not None) != self._recompute_proximal:
+    if proximal is not None and not self._recompute_proximal:
       raise ValueError(
-          f'proximal log-probs given: {proximal is not None}, wanted'
-          f' recompute_proximal={self._recompute_proximal}'
+          'proximal log-probs given, wanted a step with recompute_proximal=True'
       )
     total = self._program('zeros')()
-    roles = _params_of(state)
-    if self._config.moe.balance:
+    roles = self._scored_roles(state)
+    if self._balance:
       load = self._program('no_load')()
       for batch in batches:
-        load = self._program('load')(load, roles['policy'], batch)
+        load = self._program('load')(load, roles[self.role], batch)
       batches = [{**batch, 'load': load} for batch in batches]
-    for index, batch in enumerate(batches):
-      if proximal is not None:
-        batch = {**batch, 'proximal_logps': proximal[index]}
-      total = self._program('accumulate')(total, roles, batch)
+    if proximal is None:
+      for batch in batches:
+        total = self._program('accumulate')(total, roles, batch)
+      return total
+    for batch, logps in zip(batches, proximal, strict=True):
+      batch = {**batch, 'proximal_logps': logps}
+      total = self._program('accumulate_around')(total, roles, batch)
     return total
 
   def apply(
@@ -302,7 +387,7 @@ class TrainStep:
     """One optimizer update.
 
     Args:
-      state: is donated, but for the reference.
+      state: the network that learns is donated, other roles are kept.
       total: from `accumulate`.
       teaches: False makes the minibatch idle: nothing moves.
 
@@ -311,11 +396,12 @@ class TrainStep:
       `fetch`.
     """
     teaches_ = jax.device_put(np.bool_(teaches), self._everywhere)
-    learner, counters, outcome = self._program('apply')(
-        state.policy, state.counters, total, teaches_
+    learner, outcome = self._program('apply')(
+        state.roles[self.role], total, teaches_
     )
-    roles = {**state.roles, 'policy': learner}
-    return TrainState(roles, counters, state.version), outcome
+    return TrainState({**state.roles, self.role: learner}, state.version), (
+        outcome
+    )
 
   def fetch(self, outcomes: Sequence[PyTree], step: int) -> list[Outcome]:
     """Brings outcomes to the host, in one transfer.
@@ -349,6 +435,7 @@ class TrainStep:
     return Outcome(
         applied=bool(raw['applied']),
         gradient_norm=norm,
+        update_norm=float(raw['update_norm']),
         learning_rate=float(raw['learning_rate']),
         loss=float(raw['loss']),
         idle_updates=int(raw['idle_updates']),
@@ -360,25 +447,26 @@ class TrainStep:
 
   # What the compiled programs compute.
 
-  def _initialise(self, params: PyTree) -> TrainState:
-    # The reference is a copy: the policy's buffers are donated at each update.
-    roles = {'policy': Role(params, {}, self._optimizer.init(params))}
-    if self._reference:
-      roles['reference'] = Role({}, jax.tree.map(jnp.copy, params))
+  def _initialise(self, params: PyTree) -> Role:
     counters = Counters(*(jnp.zeros((), jnp.int32) for _ in range(4)))
-    return TrainState(roles, counters)
+    return Role(params, {}, self._optimizer.init(params), counters)
 
-  def _score(
-      self, params: PyTree, batch: Batch, *, replay: bool = True
+  def _logps(
+      self,
+      config: ModelConfig,
+      params: PyTree,
+      batch: Batch,
+      *,
+      replay: bool = True,
   ) -> tuple[Array, Array, Routing | None]:
-    """Log-prob and entropy [B, T] of the loss tokens, and the routing.
+    """Log-prob and entropy [B, T] of a policy's loss tokens, and the routing.
 
     The first two are 0 elsewhere. Recorded choices of experts are those of the
     policy; another one (`replay` False) makes its own.
     """
     place = dict(mesh=self._mesh, rules=self._rules)
     states, routing = transformer.hidden_routed(
-        self._config,
+        config,
         params,
         batch['ids'],
         batch['positions'],
@@ -387,7 +475,7 @@ class TrainStep:
         **place,
     )
     logps, entropy = logprobs.masked_logps(
-        lambda x: transformer.unembed(self._config, params, x, **place),
+        lambda x: transformer.unembed(config, params, x, **place),
         states,
         batch['ids'],
         batch['segment_ids'],
@@ -397,22 +485,43 @@ class TrainStep:
     )
     return logps, entropy, routing
 
-  def _proximal(self, params: PyTree, batch: Batch) -> Array:
-    return self._score(params, batch)[0]
+  def _score(self, params: PyTree, batch: Batch) -> Array:
+    """What `score` returns, of any kind of network."""
+    if self._kind == 'policy':
+      return self._logps(self._config, params, batch)[0]
+    said = (heads.values if self._kind == 'value' else heads.scores)(
+        self._config,
+        params,
+        batch['ids'],
+        batch['positions'],
+        batch['segment_ids'],
+        mesh=self._mesh,
+        rules=self._rules,
+    )
+    if self._kind == 'reward':
+      return said
+    # The state in which a token was chosen ends with the token before it.
+    return jnp.pad(said[:, :-1], ((0, 0), (1, 0)))
+
+  def _score_reference(self, params: PyTree, batch: Batch) -> Array:
+    return self._logps(self._reference, params, batch, replay=False)[0]
 
   def _load(self, load: PyTree, params: PyTree, batch: Batch) -> PyTree:
     """Adds the tokens of a microbatch to those of each expert."""
-    _, _, routing = self._score(params, batch)
+    _, _, routing = self._logps(self._config, params, batch)
     return jax.tree.map(jnp.add, load, _load(routing, batch))
 
   def _gradient(self, roles: Mapping[str, PyTree], batch: Batch):
     """((loss, (stats, routing)), gradient) of one microbatch."""
     reference_logps = None
     if 'reference' in roles:
-      reference_logps = self._score(roles['reference'], batch, replay=False)[0]
+      reference_logps = self._score_reference(roles['reference'], batch)
 
     def loss(params):
-      logps, entropy, routing = self._score(params, batch)
+      if self._kind != 'policy':
+        value, stats = self._objective(self._score(params, batch), batch)
+        return value, (stats, {})
+      logps, entropy, routing = self._logps(self._config, params, batch)
       proximal = batch.get('proximal_logps', jax.lax.stop_gradient(logps))
       scores = Scores(logps, entropy, proximal, reference_logps)
       value, stats = self._objective(scores, batch)
@@ -420,14 +529,14 @@ class TrainStep:
         return value, (stats, {})
       sums = {'mass': routing.mass, 'entropy': routing.entropy}
       sums |= _load(routing, batch)
-      if self._config.moe.balance:
+      if self._balance:
         # Over the minibatch, whatever the cut: see `moe.balance_loss`.
-        value += self._config.moe.balance * moe.balance_loss(
+        value += self._balance * moe.balance_loss(
             mass=routing.mass, **batch['load']
         )
       return value, (stats, jax.lax.stop_gradient(sums))
 
-    return jax.value_and_grad(loss, has_aux=True)(roles['policy'])
+    return jax.value_and_grad(loss, has_aux=True)(roles[self.role])
 
   def _accumulate(self, total, roles, batch):
     (loss, (stats, routing)), gradient = self._gradient(roles, batch)
@@ -438,8 +547,8 @@ class TrainStep:
         'stats': policy.merge_stats([total['stats'], stats]),
     }
 
-  def _apply(self, learner: Role, counters: Counters, total, teaches):
-    gradient = total['gradient']
+  def _apply(self, learner: Role, total, teaches):
+    gradient, counters = total['gradient'], learner.counters
     squares = [
         jnp.sum(jnp.square(leaf.astype(jnp.float32)))
         for leaf in jax.tree.leaves(gradient)
@@ -466,6 +575,7 @@ class TrainStep:
     outcome = {
         'applied': applied,
         'gradient_norm': norm,
+        'update_norm': jnp.where(applied, optax.tree.norm(changes), 0.0),
         'squared_norms': jnp.stack(squares),
         'learning_rate': learning_rate(
             self._settings, counters.applied_updates
@@ -483,8 +593,9 @@ class TrainStep:
         settle(params, learner.trainable),
         learner.frozen,
         settle(optimizer, learner.optimizer),
+        after,
     )
-    return learner, after, outcome
+    return learner, outcome
 
   # How they are compiled.
 
@@ -492,7 +603,10 @@ class TrainStep:
   def _batch(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and sharding of everything that `place` sends."""
     fields = packing.empty(self._shape, self._replayed).arrays()
-    fields |= {'denominator': np.float32(0), 'version': np.int32(0)}
+    rows = np.zeros((self._shape.rows, self._shape.row_tokens), np.float32)
+    for name, axes in self._inputs.items():
+      fields[name] = rows if axes else np.float32(0)
+    fields['version'] = np.int32(0)
     return {
         name: jax.ShapeDtypeStruct(
             value.shape,
@@ -503,30 +617,33 @@ class TrainStep:
     }
 
   @functools.cached_property
-  def _abstract_state(self) -> TrainState:
-    """Shape and sharding of a state."""
-    state = jax.eval_shape(self._initialise, self._params)
+  def abstract_state(self) -> TrainState:
+    """Shape and sharding of a state, its own roles alone."""
+    learner = jax.eval_shape(self._initialise, self._params)
     shardings = _shardings(self._params)
     moments = optax.tree.map_params(
         self._optimizer,
         lambda _, sharding: sharding,
-        state.policy.optimizer,
+        learner.optimizer,
         shardings,
         transform_non_params=lambda _: self._everywhere,
     )
-    roles = {'policy': Role(shardings, {}, moments)}
-    if self._reference:
-      roles['reference'] = Role({}, shardings)
-    counters = jax.tree.map(lambda _: self._everywhere, state.counters)
-    placed = TrainState(roles, counters, self._everywhere)
-    return _with_shardings(state, placed)
+    counters = jax.tree.map(lambda _: self._everywhere, learner.counters)
+    placed = Role(shardings, {}, moments, counters)
+    roles = {self.role: _with_shardings(learner, placed)}
+    if self._reference is not None:
+      roles['reference'] = Role(
+          {},
+          abstract_network(self._reference, 'policy', self._mesh, self._rules),
+      )
+    return TrainState(roles)
 
   @functools.cached_property
-  def _abstract_total(self) -> PyTree:
+  def abstract_total(self) -> PyTree:
     """Shape and sharding of what `accumulate` sums up."""
-    params = _params_of(self._abstract_state)
+    roles = self._scored_roles(self.abstract_state)
     (loss, (stats, routing)), gradient = jax.eval_shape(
-        self._gradient, params, self._scored_batch
+        self._gradient, roles, self._summed_batch
     )
     return {
         'gradient': _with_shardings(gradient, _shardings(self._params)),
@@ -547,14 +664,16 @@ class TrainStep:
     )
 
   @functools.cached_property
-  def _scored_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch as `_accumulate` takes it."""
-    batch = dict(self._batch)
-    if self._recompute_proximal:
-      batch['proximal_logps'] = batch['behavior_logps']
-    if self._config.moe.balance:
-      batch['load'] = self._abstract_load
-    return batch
+  def _summed_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch as `_accumulate` takes it, without proximal log-probs."""
+    if not self._balance:
+      return self._batch
+    return {**self._batch, 'load': self._abstract_load}
+
+  def _scored_roles(self, state: TrainState) -> dict[str, PyTree]:
+    """Parameters by role, as the loss takes them."""
+    names = [self.role] + ['reference'] * self._scores_reference
+    return {name: state.roles[name].params for name in names}
 
   def _program(self, name: str) -> jax.stages.Compiled:
     """The compiled program of that name; `warm_up` asks for all of them."""
@@ -568,30 +687,39 @@ class TrainStep:
 
   def _plan(self, name: str) -> tuple[Callable, tuple, tuple[int, ...], PyTree]:
     """Function, shapes of arguments, which are donated, shapes of results."""
-    state = self._abstract_state
-    learner, counters = state.policy, state.counters
+    state = self.abstract_state
+    learner = state.roles[self.role]
     if name == 'initialise':
-      return self._initialise, (self._params,), (0,), state
-    if name == 'proximal':
-      arguments = (self._params, self._batch)
-      return self._proximal, arguments, (), self._batch['behavior_logps']
+      return self._initialise, (self._params,), (0,), learner
+    if name == 'copy':
+      copy = functools.partial(jax.tree.map, jnp.copy)
+      return copy, (self._params,), (), self._params
+    logps = self._batch['behavior_logps']
+    if name == 'score':
+      return self._score, (self._params, self._batch), (), logps
+    if name == 'score_reference':
+      arguments = (state.roles['reference'].params, self._batch)
+      return self._score_reference, arguments, (), logps
     if name == 'no_load':
       load = self._abstract_load
       return functools.partial(_zeros, load), (), (), load
     if name == 'load':
       load = self._abstract_load
       return self._load, (load, self._params, self._batch), (0,), load
-    total = self._abstract_total
+    total = self.abstract_total
     if name == 'zeros':
       return functools.partial(_zeros, total), (), (), total
+    roles = self._scored_roles(state)
     if name == 'accumulate':
-      arguments = (total, _params_of(state), self._scored_batch)
-      return self._accumulate, arguments, (0,), total
+      return self._accumulate, (total, roles, self._summed_batch), (0,), total
+    if name == 'accumulate_around':
+      batch = {**self._summed_batch, 'proximal_logps': logps}
+      return self._accumulate, (total, roles, batch), (0,), total
     teaches = self._replicated(jax.ShapeDtypeStruct((), jnp.bool_))
-    arguments = (learner, counters, total, teaches)
-    _, _, outcome = jax.eval_shape(self._apply, *arguments)
-    results = (learner, counters, self._replicated(outcome))
-    return self._apply, arguments, (0, 1), results
+    arguments = (learner, total, teaches)
+    _, outcome = jax.eval_shape(self._apply, *arguments)
+    results = (learner, self._replicated(outcome))
+    return self._apply, arguments, (0,), results
 
   def _replicated(self, shapes: PyTree) -> PyTree:
     return _with_shardings(
@@ -605,9 +733,19 @@ def _load(routing: Routing, batch: Batch) -> dict[str, Array]:
   return {'counts': routing.counts, 'tokens': real.sum(dtype=jnp.float32)}
 
 
-def _params_of(state: TrainState) -> dict[str, PyTree]:
-  """Parameters by role, as the loss takes them."""
-  return {name: role.params for name, role in state.roles.items()}
+def abstract_network(
+    config: ModelConfig, kind: NetworkKind, mesh: Mesh, rules: Rules
+) -> PyTree:
+  """Shape and sharding of a network's parameters."""
+  if kind == 'policy':
+    shapes = transformer.abstract_params(config)
+    return _with_shardings(
+        shapes, transformer.param_shardings(config, mesh, rules)
+    )
+  return _with_shardings(
+      heads.abstract_params(config, kind),
+      heads.param_shardings(config, kind, mesh, rules),
+  )
 
 
 def _zeros(shapes: PyTree) -> PyTree:

@@ -8,7 +8,7 @@ back once in a while, so the devices never wait for the host.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 from jax.sharding import Mesh
 import numpy as np
@@ -19,7 +19,9 @@ from areal_jax.models.config import ModelConfig
 from areal_jax.train import packing
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
+from areal_jax.train.state import TrainState
 from areal_jax.train.step import TrainStep, supervised_objective
+from areal_jax.types import Microbatch
 
 # A prompt and the answer to imitate, token ids.
 Demonstration = tuple[Sequence[int], Sequence[int]]
@@ -116,24 +118,59 @@ def supervised_warm_start(
       rules,
       settings.packing,
   )
+
+  def packed():
+    for chosen in batches(
+        len(sequences), settings.steps, settings.batch, settings.seed
+    ):
+      batch = [sequences[index] for index in chosen]
+      tokens = sum(np.count_nonzero(mask) for _, mask in batch)
+      yield packing.pack_tokens(batch, settings.packing), tokens
+
   state = step.initial_state(params)
-  waiting = []
-  for done, chosen in enumerate(_batches(len(sequences), settings), start=1):
-    batch = [sequences[index] for index in chosen]
-    tokens = sum(np.count_nonzero(mask) for _, mask in batch)
-    placed = [
-        step.place(microbatch, tokens, 0)
-        for microbatch in packing.pack_tokens(batch, settings.packing)
-    ]
+  state = run_updates(step, state, packed(), settings.report_every, on_report)
+  return state.policy.params
+
+
+def run_updates(
+    step: TrainStep,
+    state: TrainState,
+    packed: Iterable[tuple[Sequence[Microbatch], float]],
+    report_every: int,
+    on_report: Callable[[int, float], None] | None = None,
+) -> TrainState:
+  """One update a batch, read back once in a while.
+
+  Args:
+    step: its programs.
+    state: is donated.
+    packed: microbatches of each update and what its loss is divided by.
+    report_every: updates between two reports.
+    on_report: called with the updates done and the mean loss since the last
+      report.
+
+  Raises:
+    NonFiniteError: gradients without a value.
+  """
+  waiting, done = [], 0
+
+  def report() -> None:
+    losses = [outcome.loss for outcome in step.fetch(waiting, done)]
+    waiting.clear()
+    if on_report is not None:
+      on_report(done, float(np.mean(losses)))
+
+  for microbatches, denominator in packed:
+    placed = [step.place(m, denominator, 0) for m in microbatches]
     total = step.accumulate(state, placed)
     state, outcome = step.apply(state, total, teaches=True)
     waiting.append(outcome)
-    if done % settings.report_every == 0 or done == settings.steps:
-      losses = [outcome.loss for outcome in step.fetch(waiting, done)]
-      waiting = []
-      if on_report is not None:
-        on_report(done, float(np.mean(losses)))
-  return state.policy.params
+    done += 1
+    if done % report_every == 0:
+      report()
+  if waiting:
+    report()
+  return state
 
 
 def _sequences(
@@ -161,12 +198,14 @@ def _sequences(
   return sequences
 
 
-def _batches(count: int, settings: WarmStartSettings) -> Iterator[np.ndarray]:
-  """Indices of each update's demonstrations; a new order every epoch."""
-  random = np.random.default_rng(settings.seed)
+def batches(
+    count: int, steps: int, batch: int, seed: int
+) -> Iterator[np.ndarray]:
+  """Indices of each update's examples; a new order every epoch."""
+  random = np.random.default_rng(seed)
   order = np.empty(0, np.int64)
-  for _ in range(settings.steps):
-    if len(order) < settings.batch:
+  for _ in range(steps):
+    if len(order) < batch:
       order = np.concatenate([order, random.permutation(count)])
-    yield order[: settings.batch]
-    order = order[settings.batch :]
+    yield order[:batch]
+    order = order[batch:]

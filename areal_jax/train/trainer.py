@@ -2,21 +2,27 @@
 
 It owns the train state. A step takes whole groups, gives every token its
 advantage, packs minibatches, computes proximal log-probs where they are
-needed, makes one update a minibatch and raises the version by one. It waits for
-nothing and publishes nothing: whoever calls `step` brings the groups and takes
-`params` to the engines.
+needed, makes one update a minibatch and raises the version by one. Where the
+settings have a critic, its values come into the advantages, and it is updated
+before the policy. The trainer waits for nothing and publishes nothing: whoever
+calls `step` brings the groups and takes `params` to the engines.
 
 All of a step's work is handed to the devices before the first number is read
-back, and everything that is read comes in one transfer at its end.
+back, and everything that is read comes in one transfer at its end. Three
+settings have to read before they can go on, once a step: a critic (its values
+make the advantages), a KL in the reward (so does the reference), and the
+second-moment mask (the log-probs of the whole batch decide what stays).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 
@@ -26,12 +32,14 @@ from areal_jax.losses import aggregation, policy
 from areal_jax.losses.advantages import AdvantageSettings
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
+from areal_jax.models import heads
 from areal_jax.models.config import ModelConfig
 from areal_jax.train import packing
+from areal_jax.train.critic import CriticSettings, value_objective
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.state import TrainState
-from areal_jax.train.step import Outcome, TrainStep, policy_objective
+from areal_jax.train.step import Batch, Outcome, TrainStep, policy_objective
 from areal_jax.types import (
     Group,
     Microbatch,
@@ -46,14 +54,23 @@ class TrainSettings:
   """How a batch of groups becomes updates.
 
   Attributes:
-    minibatches: updates a step; groups are dealt out to them in order. With
-      more than one, proximal log-probs cost a forward pass more.
+    minibatches: updates a step; groups are dealt out to them in order. The
+      first gives its own proximal log-probs; those of each further one cost a
+      forward pass, which a `loss.proximal` other than 'exact' saves.
     max_consecutive_skips: minibatches in a row whose gradient may be without a
       value before the run ends with an error.
+    mask_truncated: whether answers that met the limit of new tokens leave the
+      loss and its denominator. Their rewards still count in their group.
+    reference_path: a folder with the frozen policy of the KL terms, of any
+      shape with the same tokenizer: the teacher, where a student learns from
+      its own answers. Empty for the policy that training starts from.
+    critic: see there; used where `advantages.critic` is set.
   """
 
   minibatches: int = 1
   max_consecutive_skips: int = 3
+  mask_truncated: bool = False
+  reference_path: str = ''
   packing: PackingSettings = dataclasses.field(default_factory=PackingSettings)
   advantages: AdvantageSettings = dataclasses.field(
       default_factory=AdvantageSettings
@@ -62,11 +79,36 @@ class TrainSettings:
   optimizer: OptimizerSettings = dataclasses.field(
       default_factory=OptimizerSettings
   )
+  critic: CriticSettings = dataclasses.field(default_factory=CriticSettings)
+
+  @property
+  def needs_reference(self) -> bool:
+    """Whether there is a KL term, in the loss or in the reward."""
+    return max(self.loss.kl_coefficient, self.advantages.kl_coefficient) > 0
+
+  @property
+  def recomputes_proximal(self) -> bool:
+    """Whether minibatches after the first need a forward pass more."""
+    return self.minibatches > 1 and self.loss.proximal == 'exact'
 
   def validate(self, at: str) -> None:
     for name, least in (('minibatches', 1), ('max_consecutive_skips', 0)):
       value = getattr(self, name)
       require(value >= least, f'{at}.{name}', value, f'at least {least}')
+    require(
+        self.needs_reference or not self.reference_path,
+        f'{at}.reference_path',
+        self.reference_path,
+        "'' without a KL term: loss.kl_coefficient and"
+        ' advantages.kl_coefficient are 0, so nothing would look at it',
+    )
+    require(
+        self.loss.second_moment is None or self.loss.proximal == 'exact',
+        f'{at}.loss.second_moment',
+        self.loss.second_moment,
+        "None unless loss.proximal is 'exact': it is judged before the update,"
+        ' on the log-probs of the whole batch',
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,19 +117,84 @@ class Minibatch:
 
   Attributes:
     microbatches: of the static shape.
-    denominator: what its loss is divided by, see `aggregation.py`.
+    tokens: loss tokens.
+    denominator: what the loss of the policy is divided by.
+    critic_denominator: what that of the critic is divided by.
     teaches: whether a loss token has an advantage. If none has, nothing is to
       be learned and the update is idle: without this, weight decay, momentum
       and the KL term would go on moving a policy that no reward holds.
+    values: [B, T] of each microbatch, what the critic said; () without one.
+    returns: [B, T] of each microbatch, what it should have said.
   """
 
   microbatches: tuple[Microbatch, ...]
+  tokens: float
   denominator: float
+  critic_denominator: float
   teaches: bool
+  values: tuple[np.ndarray, ...] = ()
+  returns: tuple[np.ndarray, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Looked:
+  """What networks say of a batch before it is trained on.
+
+  Attributes:
+    values: [T_i] of the critic for each trajectory; None without one.
+    reference_logps: [T_i] nats, of the reference; None without a KL in the
+      reward.
+  """
+
+  values: list[np.ndarray] | None = None
+  reference_logps: list[np.ndarray] | None = None
+
+
+def build_steps(
+    config: ModelConfig,
+    settings: TrainSettings,
+    mesh: Mesh,
+    rules: Rules,
+    reference: ModelConfig | None = None,
+) -> tuple[TrainStep, TrainStep | None]:
+  """The programs of the policy and of the critic; nothing is compiled yet.
+
+  Args:
+    config: the policy.
+    settings: of the trainer.
+    mesh: the train mesh.
+    rules: from logical axes to mesh axes.
+    reference: shape of the reference policy; None for that of the policy.
+  """
+  build = functools.partial(
+      TrainStep, mesh=mesh, rules=rules, shape=settings.packing,
+      max_consecutive_skips=settings.max_consecutive_skips,
+      replayed=_replayed(config),
+  )  # fmt: skip
+  rows = ('batch', 'time')
+  policy_step = build(
+      config,
+      policy_objective(settings.loss),
+      settings.optimizer,
+      reference=(reference or config) if settings.needs_reference else None,
+      scores_reference=settings.loss.kl_coefficient > 0,
+      inputs={} if settings.loss.second_moment is None else {'kept': rows},
+      recompute_proximal=settings.recomputes_proximal,
+  )
+  if not settings.advantages.critic:
+    return policy_step, None
+  critic_step = build(
+      config,
+      value_objective(settings.critic.loss),
+      settings.critic.optimizer,
+      kind='value',
+      inputs={'values': rows, 'returns': rows},
+  )
+  return policy_step, critic_step
 
 
 class Trainer:
-  """Owns the policy that learns.
+  """Owns the policy that learns, and its critic.
 
   Args:
     config: the model.
@@ -95,7 +202,11 @@ class Trainer:
     mesh: the train mesh.
     rules: from logical axes to mesh axes.
     params: the policy to start from, on the train mesh. They are taken over:
-      the arrays must not be used again by the caller.
+      the arrays must not be used again by the caller. A critic starts from a
+      copy of its trunk.
+    reference: shape and parameters of the reference policy, taken over; None
+      for a copy of `params`, where the settings need one.
+    seed: of the critic's head.
 
   Attributes:
     state: the train state; `restore` takes a saved one over.
@@ -108,22 +219,23 @@ class Trainer:
       mesh: Mesh,
       rules: Rules,
       params: Any,
+      *,
+      reference: tuple[ModelConfig, Any] | None = None,
+      seed: int = 0,
   ):
     self._settings = settings
-    self._replayed = config.routing_shape if config.moe.replay else None
-    self._step = TrainStep(
-        config,
-        policy_objective(settings.loss),
-        settings.optimizer,
-        mesh,
-        rules,
-        settings.packing,
-        reference=settings.loss.kl_coefficient > 0,
-        recompute_proximal=settings.minibatches > 1,
-        max_consecutive_skips=settings.max_consecutive_skips,
-        replayed=self._replayed,
+    self._replayed = _replayed(config)
+    reference_config, reference_params = reference or (None, None)
+    self._step, self._critic = build_steps(
+        config, settings, mesh, rules, reference_config
     )
-    self.state: TrainState = self._step.initial_state(params)
+    roles = {}
+    if self._critic is not None:
+      trunk = jax.tree.map(jnp.copy, params)
+      head = heads.with_head(config, 'value', trunk, seed, mesh, rules)
+      roles = self._critic.initial_state(head).roles
+    state = self._step.initial_state(params, reference_params)
+    self.state = TrainState({**state.roles, **roles}, version=0)
 
   @property
   def version(self) -> int:
@@ -141,7 +253,11 @@ class Trainer:
 
   def state_shardings(self) -> TrainState:
     """Where the parts of the state live, to place a loaded one."""
-    return self._step.state_shardings()
+    state = self._step.state_shardings()
+    if self._critic is None:
+      return state
+    critic = self._critic.state_shardings().roles
+    return TrainState({**state.roles, **critic}, state.version)
 
   def restore(self, load: Callable[[TrainState], TrainState]) -> None:
     """Takes over a saved state.
@@ -151,20 +267,28 @@ class Trainer:
         `jax.ShapeDtypeStruct` with shardings, and the version of this one. By
         then the arrays of this one are gone, so that memory holds one state.
     """
-    arrays = jax.tree.map(
+    roles = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=sharding
         ),
-        (self.state.roles, self.state.counters),
-        (self.state_shardings().roles, self.state_shardings().counters),
+        self.state.roles,
+        self.state_shardings().roles,
     )
-    for leaf in jax.tree.leaves((self.state.roles, self.state.counters)):
+    for leaf in jax.tree.leaves(self.state.roles):
       leaf.delete()
-    self.state = load(TrainState(*arrays, version=self.version))
+    self.state = load(TrainState(roles, version=self.version))
 
   def warm_up(self) -> None:
     """Compiles whatever a step will run."""
-    self._step.warm_up()
+    settings = self._settings
+    more = []
+    if settings.loss.second_moment is not None:
+      more.append('score')
+    if settings.advantages.kl_coefficient:
+      more.append('score_reference')
+    self._step.warm_up(*more)
+    if self._critic is not None:
+      self._critic.warm_up('score')
 
   def step(self, groups: Sequence[Group]) -> dict[str, float]:
     """Trains one batch and raises the version.
@@ -184,43 +308,160 @@ class Trainer:
     """
     groups = _in_order(groups, self._settings.minibatches)
     version = self.version
-    minibatches = prepare(groups, self._settings, self._replayed)
-    placed = [
-        [
-            self._step.place(m, part.denominator, version)
-            for m in part.microbatches
-        ]
-        for part in minibatches
-    ]
-    proximal: list[Any] = [None] * len(placed)
-    if self._settings.minibatches > 1:
-      # For the whole batch before the first update: all minibatches share one
-      # centre of the trust region.
-      proximal = [
-          [self._step.proximal(self.state, batch) for batch in batches]
-          for batches in placed
-      ]
-    state, outcomes = self.state, []
-    for part, batches, logps in zip(minibatches, placed, proximal):
-      total = self._step.accumulate(state, batches, logps)
-      state, outcome = self._step.apply(state, total, teaches=part.teaches)
-      outcomes.append(outcome)
+    looked = self._look(groups)
+    minibatches = prepare(
+        groups, self._settings, self._replayed, looked=looked
+    )
+    state, criticised = self._train_critic(self.state, minibatches)
+    state, outcomes = self._train_policy(state, minibatches)
     # Before reading back: the buffers of the state before are gone.
     self.state = dataclasses.replace(state, version=version + 1)
     fetched = self._step.fetch(outcomes, version)
-    return {
+    tokens = [part.tokens for part in minibatches]
+    values = {
         **describe(groups, version),
-        **summarize(fetched, [part.denominator for part in minibatches]),
+        **summarize(
+            fetched,
+            [part.denominator for part in minibatches],
+            exact=self._settings.loss.proximal == 'exact',
+        ),
         'padding_fraction': packing.padding_fraction(
             [m for part in minibatches for m in part.microbatches]
         ),
+        'masked_fraction': _masked_fraction(groups, sum(tokens)),
     }
+    if self._settings.advantages.kl_coefficient:
+      values['kl_reference'] = _mean_kl(groups, looked, self._settings)
+    if self._critic is not None:
+      fetched = self._critic.fetch(criticised, version)
+      values |= summarize_critic(
+          fetched, [part.critic_denominator for part in minibatches]
+      )
+    return values
+
+  def _look(self, groups: Sequence[Group]) -> Looked:
+    """Asks critic and reference what the advantages need; reads it back."""
+    wants_kl = self._settings.advantages.kl_coefficient > 0
+    if self._critic is None and not wants_kl:
+      return Looked()
+    values, reference = [], []
+    places, lengths, shift = [], [], 0
+    for members in _deal(groups, self._settings):
+      nothing = [np.zeros(len(t.ids), np.float32) for t in members]
+      packed = packing.pack(
+          members, nothing, self._settings.packing, self._replayed
+      )
+      for microbatch in packed:
+        if self._critic is not None:
+          rows = np.zeros_like(microbatch.loss_mask)
+          batch = self._critic.place(
+              microbatch, 1.0, self.version, values=rows, returns=rows
+          )
+          values.append(self._critic.score(self.state, batch))
+        if wants_kl:
+          batch = self._placed(microbatch, 1.0)
+          reference.append(self._step.score_reference(self.state, batch))
+      sizes = [len(t.ids) for t in members]
+      places += [
+          dataclasses.replace(place, microbatch=place.microbatch + shift)
+          for place in packing.lay(sizes, self._settings.packing)
+      ]
+      lengths += sizes
+      shift += len(packed)
+    values, reference = jax.device_get((values, reference))
+    return Looked(
+        packing.gather(values, places, lengths) if values else None,
+        packing.gather(reference, places, lengths) if reference else None,
+    )
+
+  def _train_critic(
+      self, state: TrainState, minibatches: Sequence[Minibatch]
+  ) -> tuple[TrainState, list[Any]]:
+    """One update of the critic a minibatch; the state as it is without one."""
+    outcomes = []
+    if self._critic is None:
+      return state, outcomes
+    for part in minibatches:
+      batches = [
+          self._critic.place(
+              microbatch,
+              part.critic_denominator,
+              self.version,
+              values=v,
+              returns=r,
+          )
+          for microbatch, v, r in zip(
+              part.microbatches, part.values, part.returns, strict=True
+          )
+      ]
+      total = self._critic.accumulate(state, batches)
+      teaches = part.tokens > 0
+      state, outcome = self._critic.apply(state, total, teaches=teaches)
+      outcomes.append(outcome)
+    return state, outcomes
+
+  def _train_policy(
+      self, state: TrainState, minibatches: Sequence[Minibatch]
+  ) -> tuple[TrainState, list[Any]]:
+    """One update of the policy a minibatch."""
+    settings = self._settings
+    placed = [
+        [self._placed(m, part.denominator) for m in part.microbatches]
+        for part in minibatches
+    ]
+    # Under the weights before the first update: all minibatches share one
+    # centre of the trust region. The first one finds it by itself.
+    proximal: list[Any] = [None] * len(placed)
+    if settings.recomputes_proximal:
+      for index, batches in enumerate(placed[1:], start=1):
+        proximal[index] = [self._step.score(state, b) for b in batches]
+    if settings.loss.second_moment is not None:
+      first = [self._step.score(state, batch) for batch in placed[0]]
+      self._mask_second_moment(minibatches, placed, [first, *proximal[1:]])
+    waits = self.version < settings.critic.warmup_steps
+    waits = waits and settings.advantages.critic
+    outcomes = []
+    for part, batches, logps in zip(minibatches, placed, proximal):
+      total = self._step.accumulate(state, batches, logps)
+      teaches = part.teaches and not waits
+      state, outcome = self._step.apply(state, total, teaches=teaches)
+      outcomes.append(outcome)
+    return state, outcomes
+
+  def _placed(self, microbatch: Microbatch, denominator: float) -> Batch:
+    more = {}
+    if self._settings.loss.second_moment is not None:
+      more['kept'] = np.ones_like(microbatch.loss_mask)  # until it is known
+    return self._step.place(microbatch, denominator, self.version, **more)
+
+  def _mask_second_moment(
+      self,
+      minibatches: Sequence[Minibatch],
+      placed: Sequence[list[Batch]],
+      logps: Sequence[Sequence[jax.Array]],
+  ) -> None:
+    """Puts into each batch which of its tokens stay in the loss.
+
+    Judged over a whole minibatch: what shares a denominator is judged together,
+    whatever the cut into microbatches.
+    """
+    for part, batches, own in zip(minibatches, placed, jax.device_get(logps)):
+      kept = policy.second_moment_keep(
+          np.stack(own),
+          np.stack([m.behavior_logps for m in part.microbatches]),
+          np.stack([m.loss_mask for m in part.microbatches]),
+          threshold=self._settings.loss.second_moment,
+      )
+      for batch, rows in zip(batches, kept, strict=True):
+        batch['kept'] = self._step.rows(rows)
 
 
 def prepare(
     groups: Sequence[Group],
     settings: TrainSettings,
     replayed: tuple[int, int] | None = None,
+    *,
+    looked: Looked = Looked(),
 ) -> list[Minibatch]:
   """Advantages over the whole batch, then packed minibatches of groups.
 
@@ -228,40 +469,110 @@ def prepare(
     groups: sorted by draw, members by sample.
     settings: of the trainer.
     replayed: see `packing.pack`.
+    looked: what networks say of these groups.
 
   Raises:
     ValueError: a trajectory without a score, or longer than a row.
   """
-  trajectories = [t for group in groups for t in group.trajectories]
-  values = iter(
-      advantages_lib.token_advantages(
-          settings.advantages,
-          np.array([_score(t) for t in trajectories]),
-          np.array([t.draw_index for t in trajectories]),
-          [t.loss_mask for t in trajectories],
-          turn_ids=[t.turn_ids for t in trajectories],
-      ).advantages
+  dealt = _deal(groups, settings)
+  trajectories = [t for members in dealt for t in members]
+  masks = [t.loss_mask for t in trajectories]
+  token_rewards = _token_rewards(trajectories, looked, settings)
+  found = advantages_lib.token_advantages(
+      settings.advantages,
+      np.array([_score(t) for t in trajectories]),
+      np.array([t.draw_index for t in trajectories]),
+      masks,
+      values=looked.values,
+      token_rewards=token_rewards,
+      turn_ids=[t.turn_ids for t in trajectories],
   )
-  minibatches = []
-  # Sizes differ by one group at most, the larger ones first.
-  for part in np.array_split(np.arange(len(groups)), settings.minibatches):
-    members = [t for index in part for t in groups[index].trajectories]
-    given = [next(values) for _ in members]
+  minibatches, start = [], 0
+  for members in dealt:
+    own = slice(start, start + len(members))
+    start = own.stop
+    given = found.advantages[own]
+    rows = {}
+    if looked.values is not None:
+      places = packing.lay([len(t.ids) for t in members], settings.packing)
+      for name, per_token in (
+          ('values', looked.values[own]),
+          ('returns', found.returns[own]),
+      ):
+        rows[name] = tuple(packing.scatter(per_token, places, settings.packing))
     minibatches.append(
         Minibatch(
             tuple(packing.pack(members, given, settings.packing, replayed)),
-            aggregation.denominator(
-                settings.loss.aggregation,
-                [t.loss_mask for t in members],
-                settings.loss.constant_length,
+            float(sum(np.count_nonzero(t.loss_mask) for t in members)),
+            *(
+                aggregation.denominator(
+                    loss.aggregation, masks[own], loss.constant_length
+                )
+                for loss in (settings.loss, settings.critic.loss)
             ),
             any(
                 np.any(np.asarray(t.loss_mask) * advantage)
                 for t, advantage in zip(members, given)
             ),
+            **rows,
         )
     )
   return minibatches
+
+
+def _replayed(config: ModelConfig) -> tuple[int, int] | None:
+  """(L, k) of recorded choices of experts, where they are replayed."""
+  return config.routing_shape if config.moe.replay else None
+
+
+def _deal(
+    groups: Sequence[Group], settings: TrainSettings
+) -> list[list[Trajectory]]:
+  """The trajectories of each minibatch, whole groups in order.
+
+  Sizes differ by one group at most, the larger ones first.
+  """
+  dealt = []
+  for part in np.array_split(np.arange(len(groups)), settings.minibatches):
+    members = [t for index in part for t in groups[index].trajectories]
+    if settings.mask_truncated:
+      members = [
+          dataclasses.replace(t, loss_mask=np.zeros_like(t.loss_mask))
+          if t.stop_reason is StopReason.LENGTH
+          else t
+          for t in members
+      ]
+    dealt.append(members)
+  return dealt
+
+
+def _token_rewards(
+    trajectories: Sequence[Trajectory], looked: Looked, settings: TrainSettings
+) -> list[np.ndarray] | None:
+  """Rewards of single tokens: those of the record, and the KL's."""
+  found = None
+  if any(t.token_rewards is not None for t in trajectories):
+    found = [
+        np.zeros(len(t.ids), np.float32)
+        if t.token_rewards is None
+        else t.token_rewards
+        for t in trajectories
+    ]
+  if looked.reference_logps is None:
+    return found
+  kl = _kl_only(trajectories, looked, settings)
+  return kl if found is None else [a + b for a, b in zip(found, kl)]
+
+
+def _kl_only(
+    trajectories: Sequence[Trajectory], looked: Looked, settings: TrainSettings
+) -> list[np.ndarray]:
+  return advantages_lib.kl_rewards(
+      settings.advantages,
+      [t.logps for t in trajectories],  # of the policies that sampled
+      looked.reference_logps,
+      [t.loss_mask for t in trajectories],
+  )
 
 
 def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -298,55 +609,150 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def summarize(
-    outcomes: Sequence[Outcome], denominators: Sequence[float]
+    outcomes: Sequence[Outcome],
+    denominators: Sequence[float],
+    *,
+    exact: bool = True,
 ) -> dict[str, float]:
   """Metrics of a step from the sums of its updates.
 
   Args:
     outcomes: one an update.
-    denominators: of the loss of each, which is a mean over that many.
+    denominators: what the loss of each was divided by.
+    exact: whether all updates have seen the log-probs under the weights at the
+      start of the step. If not, only the first one has, and engine and trainer
+      are compared on its tokens.
   """
-  stats = {
-      # Plain Python: an eager jax operation here would compile in a step.
-      name: (max if name.endswith('_max') else sum)(
-          outcome.stats[name] for outcome in outcomes
-      )
-      for name in outcomes[0].stats
-  }
+  stats = merged(outcomes)
+  compared = stats if exact else merged(outcomes[:1])
   # A step whose answers are all masked has sums of 0 over 0 tokens.
   count = max(1.0, stats['tokens_sum'])
-  norms = [o.gradient_norm for o in outcomes if math.isfinite(o.gradient_norm)]
   weights = stats['importance_weight_sum']
   squares = stats['importance_weight_squared_sum']
   losses = [o.loss * part for o, part in zip(outcomes, denominators)]
   values = {
       'loss': sum(losses) / max(1.0, sum(denominators)),
-      'gradient_norm': np.mean(norms) if norms else math.nan,
+      **_norms(outcomes),
       'learning_rate': outcomes[-1].learning_rate,
       'skipped_steps': outcomes[-1].idle_updates + outcomes[-1].skipped_updates,
-      'entropy': stats['entropy_sum'] / count,
-      'clip_fraction': stats['clipped_sum'] / count,
-      'importance_weight_mean': weights / count,
-      'importance_weight_max': stats['importance_weight_max'],
-      'logprob_gap_mean': stats['gap_sum'] / count,
+      'logprob_gap_mean': compared['gap_sum']
+      / max(1.0, compared['tokens_sum']),
       'trained_tokens': stats['tokens_sum'],
+      'importance_weight_max': stats['importance_weight_max'],
+      'ratio_max': stats['ratio_max'],
   }
+  for name, of in (
+      ('entropy', 'entropy'),
+      ('clip_fraction', 'clipped'),
+      ('dual_clip_fraction', 'dual_clipped'),
+      ('rejected_fraction', 'rejected'),
+      ('clamped_fraction', 'clamped'),
+      ('ratio_mean', 'ratio'),
+      ('importance_weight_mean', 'importance_weight'),
+      ('importance_capped_fraction', 'importance_capped'),
+      ('kl_update', 'update_kl'),
+      ('kl_behavior', 'behavior_kl'),
+      ('kl_reference', 'reference_kl'),
+  ):
+    if f'{of}_sum' in stats:
+      values[name] = stats[f'{of}_sum'] / count
+  for side, sign in (('high', 'positive'), ('low', 'negative')):
+    if stats[f'{sign}_sum']:
+      clipped = stats[f'clipped_{side}_sum'] / stats[f'{sign}_sum']
+      values[f'clip_{side}_fraction'] = clipped
   for age in policy.AGES:
-    tokens_of_age = stats[f'age_{age}_tokens_sum']
-    values[f'staleness_{age}_fraction'] = tokens_of_age / count
-    if tokens_of_age:
-      gap = stats[f'age_{age}_gap_sum'] / tokens_of_age
+    tokens = stats[f'age_{age}_tokens_sum']
+    values[f'staleness_{age}_fraction'] = tokens / count
+    if tokens:
+      for name, of in (
+          ('importance_weight', 'weight'),
+          ('clip_fraction', 'clipped'),
+          ('rejected_fraction', 'rejected'),
+      ):
+        value = stats[f'age_{age}_{of}_sum'] / tokens
+        values[f'{name}_staleness_{age}'] = value
+    if compared[f'age_{age}_tokens_sum']:
+      gap = compared[f'age_{age}_gap_sum'] / compared[f'age_{age}_tokens_sum']
       values[f'logprob_gap_staleness_{age}'] = gap
   if squares:
     values['effective_sample_size'] = weights**2 / (count * squares)
-  if stats['fresh_tokens_sum']:
-    values['logprob_gap_fresh_max'] = stats['fresh_gap_max']
+  if compared['fresh_tokens_sum']:
+    values['logprob_gap_fresh_max'] = compared['fresh_gap_max']
   routers = [name for name in outcomes[0].stats if name.startswith('router_')]
   for name in routers:  # of a minibatch each, and means already
     values[name] = np.mean([outcome.stats[name] for outcome in outcomes])
-  if 'reference_kl_sum' in stats:
-    values['kl_reference'] = stats['reference_kl_sum'] / count
   return {name: float(value) for name, value in values.items()}
+
+
+def summarize_critic(
+    outcomes: Sequence[Outcome], denominators: Sequence[float]
+) -> dict[str, float]:
+  """Metrics of the critic from the sums of its updates.
+
+  Args:
+    outcomes: one an update.
+    denominators: what the loss of each was divided by.
+  """
+  stats = merged(outcomes)
+  count = max(1.0, stats['tokens_sum'])
+  losses = [o.loss * part for o, part in zip(outcomes, denominators)]
+
+  def variance(of: str) -> float:
+    mean = stats[f'{of}_sum'] / count
+    return stats[f'{of}_squared_sum'] / count - mean**2
+
+  values = {
+      'critic_loss': sum(losses) / max(1.0, sum(denominators)),
+      'critic_gradient_norm': _norms(outcomes)['gradient_norm'],
+      'critic_clip_fraction': stats['value_clipped_sum'] / count,
+      'critic_skipped_updates': outcomes[-1].skipped_updates,
+      'value_mean': stats['value_sum'] / count,
+      'return_mean': stats['return_sum'] / count,
+  }
+  if variance('return') > 1e-8:  # equal returns leave nothing to explain
+    unexplained = variance('value_error') / variance('return')
+    values['explained_variance'] = 1 - unexplained
+  return {name: float(value) for name, value in values.items()}
+
+
+def merged(outcomes: Sequence[Outcome]) -> dict[str, float]:
+  """The statistics of several updates together.
+
+  Plain Python: an eager jax operation here would compile in a step.
+  """
+  return {
+      name: (max if name.endswith('_max') else sum)(
+          outcome.stats[name] for outcome in outcomes
+      )
+      for name in outcomes[0].stats
+  }
+
+
+def _norms(outcomes: Sequence[Outcome]) -> dict[str, float]:
+  finite = [o.gradient_norm for o in outcomes if math.isfinite(o.gradient_norm)]
+  return {
+      'gradient_norm': float(np.mean(finite)) if finite else math.nan,
+      'update_norm': float(np.mean([o.update_norm for o in outcomes])),
+  }
+
+
+def _masked_fraction(groups: Sequence[Group], tokens: float) -> float:
+  """Share of the sampled tokens that `mask_truncated` took from the loss."""
+  sampled = sum(
+      np.count_nonzero(t.loss_mask) for g in groups for t in g.trajectories
+  )
+  return float(1 - tokens / sampled) if sampled else 0.0
+
+
+def _mean_kl(
+    groups: Sequence[Group], looked: Looked, settings: TrainSettings
+) -> float:
+  """Mean of the KL that the rewards were charged for, nats a token."""
+  trajectories = [t for group in groups for t in group.trajectories]
+  charged = _kl_only(trajectories, looked, settings)
+  tokens = sum(np.count_nonzero(t.loss_mask) for t in trajectories)
+  total = sum(float(np.sum(c)) for c in charged)
+  return -total / (settings.advantages.kl_coefficient * max(1, tokens))
 
 
 def _in_order(groups: Sequence[Group], minibatches: int) -> list[Group]:

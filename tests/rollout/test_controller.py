@@ -47,6 +47,8 @@ def build(
     group=2,
     most=1000,
     ready=float('inf'),
+    informative=None,
+    limit=0,
 ):
   return Controller(
       draws=records.Draws(),
@@ -57,6 +59,8 @@ def build(
       max_running=most,
       max_ready=ready,
       clock=lambda: asyncio.get_running_loop().time(),
+      informative=informative,
+      uninformative_limit=limit,
   )
 
 
@@ -509,3 +513,75 @@ def test_cut_whose_counts_are_not_its_groups_is_refused():
   cut = cut_at(3, ready=2)
   with pytest.raises(ValueError, match=r'\(0, 2, 0\).*its groups are \(0, 1'):
     build(None).restore(dataclasses.replace(cut, ready=cut.ready[:1]))
+
+
+def every_third(group):
+  return group.draw_index % 3 == 0
+
+
+@hypothesis_settings(max_examples=25, deadline=None)
+@given(
+    policy=st.sampled_from(['soft', 'drop', 'fifo']),
+    eta=st.integers(0, 3),
+    seed=st.integers(0, 10_000),
+)
+def test_batches_are_filled_with_informative_groups_alone(policy, eta, seed):
+  """The others are counted, the bounds hold, every draw has one place."""
+  engine = Engine(random_service(seed))
+  controller = build(
+      engine.workflow,
+      eta=float(eta),
+      policy=policy,
+      informative=every_third,
+      limit=1000,
+  )
+  cuts = {}
+  trained = virtual_time.run(train(controller, engine, 10, cuts=cuts))
+  assert len(trained) == 40
+  assert all(every_third(group) for _, group in trained)
+  if policy != 'soft':
+    assert max(ages(trained)) <= eta
+  ledger = cuts[10].ledger
+  assert ledger.dropped[DropReason.UNINFORMATIVE] > 0
+  for cut in cuts.values():
+    assert cut.ledger.balanced()
+    assert cut.ledger.outstanding <= cut.ledger.limit
+
+
+def test_at_eta_zero_the_data_alone_say_which_groups_are_trained():
+  seen = set()
+  for seed in range(4):
+    engine = Engine(random_service(seed))
+    controller = build(
+        engine.workflow, eta=0.0, informative=every_third, limit=3, most=2
+    )
+    trained = virtual_time.run(train(controller, engine, 6))
+    seen.add(tuple((v, group.draw_index) for v, group in trained))
+  assert len(seen) == 1
+
+
+def test_endless_uninformative_groups_do_not_hold_a_step_up():
+  """After the limit they are trained as they are; B more may be under way."""
+  engine = Engine(lambda draw, sample: 1.0)
+  controller = build(
+      engine.workflow, eta=0.0, informative=lambda group: False, limit=8
+  )
+  trained = virtual_time.run(train(controller, engine, 3))
+  assert [version for version, _ in trained] == [0] * 4 + [1] * 4 + [2] * 4
+  dropped = controller.ledger.dropped[DropReason.UNINFORMATIVE]
+  assert 8 * 3 <= dropped <= (8 + 4) * 3
+
+
+def test_without_a_limit_on_drops_such_a_step_would_not_end():
+  engine = Engine(lambda draw, sample: 1.0)
+  controller = build(
+      engine.workflow, eta=0.0, informative=lambda group: False, limit=10**9
+  )
+
+  async def step():
+    controller.start()
+    async with asyncio.timeout(1000):
+      await controller.next_batch(4)
+
+  with pytest.raises(TimeoutError):
+    virtual_time.run(step())

@@ -13,7 +13,7 @@ from areal_jax.models.hf import save_hf
 from areal_jax.telemetry.events import EventLog
 from areal_jax.train import pretrained
 from areal_jax.train.checkpoint import Checkpointer, CheckpointSettings
-from areal_jax.train.state import Counters, Role, TrainState
+from areal_jax.train.state import Role, TrainState
 from tests import tiny
 
 
@@ -25,7 +25,6 @@ def places(tmp_path_factory):
   save_hf(folder / 'hf', config, params)
   save_hf(folder / 'ended/policy', config, params)
   (folder / 'ended/config.json').write_text('{"steps": 3}')
-  zeros = [jax.numpy.zeros((), np.int32)] * 4
   writer = Checkpointer(
       folder / 'running/checkpoints', CheckpointSettings(),
       events=EventLog(None),
@@ -33,11 +32,7 @@ def places(tmp_path_factory):
   for step in (1, 2):
     writer.save(
         step,
-        TrainState(
-            {'policy': Role(params, {})},
-            Counters(*zeros),
-            step,
-        ),
+        TrainState({'policy': Role(params, {})}, step),
         {pretrained.SHAPE: pretrained.shape_part(config)},
     )
     writer.wait()

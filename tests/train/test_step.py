@@ -122,6 +122,11 @@ def total_of(step, state, microbatches, denominator=None, **kwargs):
   return step.accumulate(state, placed, **kwargs)
 
 
+def held(state):
+  """What an update moves: parameters and moments."""
+  return jax.device_get((state.policy.trainable, state.policy.optimizer))
+
+
 def assert_same(one, other, **tolerance):
   assert jax.tree.structure(one) == jax.tree.structure(other)
   for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
@@ -202,7 +207,7 @@ def test_supervised_loss_is_the_mean_over_tokens(mesh, recompute):
   padded = one_row_each(answers())
   total = total_of(supervised, state, [padded])
   batch = recompute.place(padded, 1.0, 0)
-  logps = np.asarray(recompute.proximal(state, batch))
+  logps = np.asarray(recompute.score(state, batch))
   by_token = -(logps * padded.loss_mask).sum() / 16
   by_sequence = -np.mean(
       (logps * padded.loss_mask).sum(1) / padded.loss_mask.sum(1)
@@ -228,14 +233,14 @@ def test_masked_answer_leaves_loss_and_denominator(step, mesh):
 def test_batch_without_any_loss_token_moves_nothing(step, mesh):
   """CASES A4: all masked gives 0, finite, and no optimizer step."""
   state = fresh_state(step, mesh)
-  before = jax.device_get(state.policy)
+  before = held(state)
   masked = [{**a, 'loss_mask': 0 * a['loss_mask']} for a in answers()]
   total = total_of(step, state, [one_row_each(masked)])
   assert total['loss'] == 0
   assert all(not np.any(g) for g in jax.tree.leaves(total['gradient']))
   state, outcome = step.apply(state, total, teaches=False)
   assert not step.fetch([outcome], 0)[0].applied
-  assert_same(jax.device_get(state.policy), before)
+  assert_same(held(state), before)
 
 
 def test_idle_update_moves_neither_parameters_nor_moments(step, mesh):
@@ -243,24 +248,22 @@ def test_idle_update_moves_neither_parameters_nor_moments(step, mesh):
   state = fresh_state(step, mesh)
   real = one_row_each(answers())
   state, _ = step.apply(state, total_of(step, state, [real]), teaches=True)
-  before = jax.device_get(state.policy)
+  before = held(state)
   flat = one_row_each([{**a, 'advantages': 0.0} for a in answers()])
   total = total_of(step, state, [flat])
   state, outcome = step.apply(state, total, teaches=False)
   (seen,) = step.fetch([outcome], 1)
   assert not seen.applied and seen.idle_updates == 1
   assert seen.consecutive_skips == 0
-  assert_same(jax.device_get(state.policy), before)
+  assert_same(held(state), before)
   # Training goes on, and the schedule did not count the idle update.
   state, outcome = step.apply(
       state, total_of(step, state, [real]), teaches=True
   )
   assert step.fetch([outcome], 2)[0].applied
-  assert state.counters.applied_updates == 2
+  assert state.policy.counters.applied_updates == 2
   moved = jax.tree.leaves(jax.device_get(state.policy.trainable))
-  assert any(
-      np.any(a != b) for a, b in zip(moved, jax.tree.leaves(before.trainable))
-  )
+  assert any(np.any(a != b) for a, b in zip(moved, jax.tree.leaves(before[0])))
 
 
 def test_weight_decay_would_move_an_idle_batch(step, mesh):
@@ -276,7 +279,7 @@ def test_weight_decay_would_move_an_idle_batch(step, mesh):
 def test_nonfinite_gradient_is_skipped_and_named(step, mesh):
   state = fresh_state(step, mesh)
   real = one_row_each(answers())
-  before = jax.device_get(state.policy)
+  before = held(state)
   for skips in (1, 2, 3):
     total = total_of(step, state, [real])
     leaf = total['gradient']['final_norm']
@@ -284,7 +287,7 @@ def test_nonfinite_gradient_is_skipped_and_named(step, mesh):
     poisoned[3] = np.inf
     total['gradient']['final_norm'] = jax.device_put(poisoned, leaf.sharding)
     state, outcome = step.apply(state, total, teaches=True)
-    assert_same(jax.device_get(state.policy), before)
+    assert_same(held(state), before)
     if skips < 3:
       (seen,) = step.fetch([outcome], 6)
       assert seen.nonfinite == ('final_norm',)
@@ -299,14 +302,16 @@ def test_nonfinite_gradient_is_skipped_and_named(step, mesh):
   )
   (seen,) = step.fetch([outcome], 8)
   assert seen.applied and seen.consecutive_skips == 0
-  assert seen.skipped_updates == 3 and state.counters.applied_updates == 1
+  assert (
+      seen.skipped_updates == 3 and state.policy.counters.applied_updates == 1
+  )
 
 
 def test_reused_proximal_equals_recomputed(step, mesh, recompute, whole):
   """With one minibatch the proximal policy is the one that learns."""
   state = fresh_state(recompute, mesh)
   batch = recompute.place(one_row_each(answers()), 16.0, 0)
-  logps = recompute.proximal(state, batch)
+  logps = recompute.score(state, batch)
   total = jax.device_get(recompute.accumulate(state, [batch], [logps]))
   assert_same(total, whole, rtol=1e-5, atol=1e-6)
   # And it is used: another centre changes the ratio.
@@ -315,10 +320,14 @@ def test_reused_proximal_equals_recomputed(step, mesh, recompute, whole):
   np.testing.assert_allclose(
       total['stats']['ratio_max'], np.exp(0.1), rtol=1e-4
   )
-  with pytest.raises(ValueError, match='given: False, wanted.*=True'):
-    recompute.accumulate(state, [batch])
-  with pytest.raises(ValueError, match='given: True, wanted.*=False'):
+  with pytest.raises(
+      ValueError, match='given, wanted.*recompute_proximal=True'
+  ):
     step.accumulate(state, [batch], [logps])
+  with pytest.raises(
+      ValueError, match=r"inputs \['denominator', 'kept'\] were"
+  ):
+    step.place(one_row_each(answers()), 16.0, 0, kept=1.0)
 
 
 def test_mask_shifted_by_one_is_caught(step, mesh, recompute):
@@ -326,7 +335,7 @@ def test_mask_shifted_by_one_is_caught(step, mesh, recompute):
   state = fresh_state(recompute, mesh)
   right = one_row_each(answers())
   batch = recompute.place(right, 16.0, 0)
-  logps = np.asarray(recompute.proximal(state, batch))
+  logps = np.asarray(recompute.score(state, batch))
   right = dataclasses.replace(right, behavior_logps=logps * right.loss_mask)
   total = total_of(step, state, [right])
   assert total['stats']['fresh_tokens_sum'] == 16
