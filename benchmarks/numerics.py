@@ -86,7 +86,6 @@ def measure(
         mesh,
         rules,
         prepared.settings.train.packing,
-        recompute_proximal=True,
     )
     for engine, said in answers.items():
       logps = np.concatenate([t.logps[t.loss_mask > 0] for t in said])
@@ -155,7 +154,7 @@ def _scores(
 ) -> np.ndarray:
   """Log-probs of the sampled tokens as the trainer computes them, in order."""
   # Only read: no optimizer is needed to score.
-  state = TrainState({'policy': Role(params, {}, ())}, counters=None)
+  state = TrainState({'policy': Role(params, {})})
   # The place of each token among all of them travels as its advantage.
   places, total = [], 0
   for trajectory in trajectories:
@@ -164,7 +163,7 @@ def _scores(
     total += length
   scores = np.zeros(total, np.float32)
   for microbatch in packing.pack(trajectories, places, shape):
-    logps = jax.device_get(step.proximal(state, step.place(microbatch, 1.0, 0)))
+    logps = jax.device_get(step.score(state, step.place(microbatch, 1.0, 0)))
     real = microbatch.segment_ids > 0
     scores[microbatch.advantages[real].astype(int)] = logps[real]
   masks = np.concatenate([t.loss_mask for t in trajectories])
