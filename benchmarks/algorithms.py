@@ -37,11 +37,6 @@ from experiments import quickstart
 # Without a teacher there is nothing to distil.
 _ALL = sorted(set(PRESETS) - {'distillation'})
 
-_PRESETS = flags.DEFINE_list('presets', _ALL, 'Which ones.')
-_SEEDS = flags.DEFINE_list('seeds', ['1', '2', '3'], 'Seeds, runs of each.')
-_SHORT = flags.DEFINE_bool('short', False, 'Two presets, one seed, few steps.')
-_OUTPUT = flags.DEFINE_string('output', '', 'Folder of the runs; kept.')
-
 GOOD = 0.8  # held-out accuracy that is waited for
 LENGTHS = (2, 4)
 _STEPS = 60
@@ -211,9 +206,9 @@ def table_line(preset: str, seen: Sequence[tuple[Outcome, Outcome]]) -> str:
 def main(argv: Sequence[str]) -> None:
   """Prints the table and the JSON line."""
   del argv
-  seeds = [int(seed) for seed in _SEEDS.value]
-  presets, steps = _PRESETS.value, _STEPS
-  if _SHORT.value:
+  seeds = [int(seed) for seed in flags.FLAGS.seeds]
+  presets, steps = flags.FLAGS.presets, _STEPS
+  if flags.FLAGS.short:
     seeds, presets, steps = seeds[:1], _SHORT_PRESETS, _SHORT_STEPS
   unknown = sorted(set(presets) - set(_ALL))
   if unknown:
@@ -221,10 +216,19 @@ def main(argv: Sequence[str]) -> None:
   with tempfile.TemporaryDirectory() as scratch:
     jax.config.update('jax_compilation_cache_dir', f'{scratch}/compiled')
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
-    output = pathlib.Path(_OUTPUT.value or scratch)
+    output = pathlib.Path(flags.FLAGS.output or scratch)
     rows = compare(output, presets, seeds, steps)
   report.show('algorithms', rows)
 
 
+def define_flags() -> None:
+  """Those of the command line; an importer has none of them."""
+  flags.DEFINE_list('presets', _ALL, 'Which ones.')
+  flags.DEFINE_list('seeds', ['1', '2', '3'], 'Seeds, runs of each.')
+  flags.DEFINE_bool('short', False, 'Two presets, one seed, few steps.')
+  flags.DEFINE_string('output', '', 'Folder of the runs; kept.')
+
+
 if __name__ == '__main__':
+  define_flags()
   app.run(main)

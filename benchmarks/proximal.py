@@ -43,8 +43,6 @@ from areal_jax.types import (
 from benchmarks import report
 from experiments import quickstart
 
-_SHORT = flags.DEFINE_bool('short', False, 'Fewer repetitions.')
-
 _GROUPS, _SIZE, _TOKENS = 16, 8, 24
 _VOCABULARY = 18
 WAYS = ('all', 'free', 'loglinear')
@@ -142,7 +140,7 @@ def main(argv: Sequence[str]) -> None:
   del argv
   rows = []
   for minibatches in (1, 2, 4):
-    found = measure(minibatches, 3 if _SHORT.value else 15)
+    found = measure(minibatches, 3 if flags.FLAGS.short else 15)
     for way, seconds in found.items():
       rows.append(report.Row(f'{minibatches} minibatches, {way}: s', seconds))
     saved = 1 - found['free'] / found['all']
@@ -152,4 +150,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
+  flags.DEFINE_bool('short', False, 'Fewer repetitions.')
   app.run(main)
