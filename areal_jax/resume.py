@@ -365,8 +365,8 @@ def require_same(
 
 # What asks for a role: a setting, and what it is without and with the role.
 _ASKS_FOR = {
-    'reference': ('loss.kl_coefficient', ('0', 'above 0')),
-    'critic': ('advantages.critic', ('False', 'True')),
+    'reference': ('loss.kl_coefficient', (0, 'above 0')),
+    'critic': ('advantages.critic', (False, True)),
 }
 
 

@@ -289,7 +289,11 @@ def test_failing_checkpoints_do_not_harm_the_run(tmp_path, capsys):
         ),
         (
             {'train__loss': PolicyLoss()},
-            'kl_coefficient is 0, wanted above 0: .* has a reference policy',
+            'kl_coefficient is 0, wanted above 0: .* has a reference',
+        ),
+        (
+            {'train__advantages': AdvantageSettings()},
+            'advantages.critic is False, wanted True: .* has a critic',
         ),
         (
             {'task__train_problems': 33},
