@@ -208,15 +208,12 @@ def _save_checkpoint(
 ) -> None:
   """Writes a checkpoint of version 0 that holds the policy alone."""
   # pylint: disable=g-import-not-at-top
-  import jax.numpy as jnp
-
   from areal_jax import resume
   from areal_jax.telemetry.events import EventLog
   from areal_jax.train import checkpoint, pretrained
-  from areal_jax.train.state import Counters, Role, TrainState
+  from areal_jax.train.state import Role, TrainState
 
-  zeros = [jnp.zeros((), jnp.int32)] * len(dataclasses.fields(Counters))
-  state = TrainState({'policy': Role(dict(params), {})}, Counters(*zeros))
+  state = TrainState({'policy': Role(dict(params), {})})
   writer = checkpoint.Checkpointer(
       folder, checkpoint.CheckpointSettings(), events=EventLog(None)
   )

@@ -312,9 +312,7 @@ def _fill(
   """Writes each sequence's fields into its row."""
   lengths = [len(s['ids']) for s in sequences]
   places = lay(lengths, settings)
-  packed = [
-      empty(settings, routing) for _ in range(_microbatches(places))
-  ]
+  packed = [empty(settings, routing) for _ in range(_microbatches(places))]
   counting = np.arange(settings.row_tokens, dtype=np.int32)
   for sequence, length, place in zip(sequences, lengths, places):
     arrays = packed[place.microbatch].arrays()

@@ -309,9 +309,7 @@ class Trainer:
     groups = _in_order(groups, self._settings.minibatches)
     version = self.version
     looked = self._look(groups)
-    minibatches = prepare(
-        groups, self._settings, self._replayed, looked=looked
-    )
+    minibatches = prepare(groups, self._settings, self._replayed, looked=looked)
     state, criticised = self._train_critic(self.state, minibatches)
     state, outcomes = self._train_policy(state, minibatches)
     # Before reading back: the buffers of the state before are gone.

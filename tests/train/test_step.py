@@ -508,16 +508,14 @@ def test_a_dense_policy_has_no_statistics_of_routers(step, mesh):
 
 
 def test_replayed_choices_are_those_of_the_microbatch(mesh, sparse):
-  replaying = sparse_step(
-      mesh, recompute_proximal=True, replayed=SPARSE.routing_shape
-  )
+  replaying = sparse_step(mesh, replayed=SPARSE.routing_shape)
   state = sparse_state(replaying, mesh)
   rows = one_row_each(answers())
 
   def logps(routing):
     batch = dataclasses.replace(rows, routing=routing)
     placed = replaying.place(batch, 16.0, 0)
-    return np.asarray(replaying.proximal(state, placed))
+    return np.asarray(replaying.score(state, placed))
 
   shape = (*rows.ids.shape, *SPARSE.routing_shape)
   free = logps(np.full(shape, moe.UNKNOWN, np.int16))
