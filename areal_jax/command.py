@@ -122,6 +122,10 @@ def point_to_run(experiment: Experiment, folder: str) -> None:
     wanted = f'the folder of a finished run, with {names[0]!r} in it'
     require(path is not None, '--run', folder, wanted)
     settings.path = str(path)
+  # A run saves its policy with the adapters merged.
+  experiment.policy.adapter = ''
+  experiment.policy.model.lora.projections = ()
+  experiment.rollout.merge_adapters = False
 
 
 def exit_code(work: Callable[..., Any], *args: Any) -> int:

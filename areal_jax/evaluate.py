@@ -122,7 +122,7 @@ def _ask(prepared: Prepared, version: int) -> Evaluation:
       build_rollout,
       require_memory,
   )
-  from areal_jax.experiment import initial_params
+  from areal_jax.experiment import served_policy
   from areal_jax.mesh.rules import Rules
   from areal_jax.mesh.slices import (
       MeshSettings,
@@ -149,15 +149,13 @@ def _ask(prepared: Prepared, version: int) -> Evaluation:
     scorer = Scorer(reward.function, reward.workers, reward.timeout_s)
     stack.callback(scorer.close)
     scorer.start()
+    model, params = served_policy(prepared, slices.rollout[0], rules)
     # Its loops for training are never started.
     engines = build_rollout(
         model, engine, slices, rules,
         swap='drain', events=events, dispatch_lock=None,
         tokenizer=prepared.tokenizer,
     )  # fmt: skip
-    params, _ = initial_params(prepared, slices.rollout[0], rules)
-    if dtype:
-      params = jax.tree.map(lambda x: x.astype(dtype), params)
     weights = [
         jax.device_put(params, loop.engine.param_shardings)
         for loop in engines.loops

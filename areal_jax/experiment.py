@@ -33,7 +33,7 @@ from areal_jax.losses import presets
 from areal_jax.losses.advantages import AdvantageSettings
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings
-from areal_jax.models import transformer
+from areal_jax.models import lora, peft, transformer
 from areal_jax.models.config import ModelConfig, config_to_hf
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
@@ -142,11 +142,15 @@ class PolicySettings:
       at their initial values.
     model: its shape where `path` is empty or `load` is 'matching'. The
       vocabulary comes from the tokenizer; compute dtype, layer loop, remat,
-      `moe.balance` and `moe.replay` are taken from here in either case.
+      adapters (`lora`), `moe.balance` and `moe.replay` are taken from here in
+      either case.
+    adapter: a folder with adapters in PEFT's layout to begin with, of the kind
+      that `model.lora` says; empty for new ones.
   """
 
   path: str = ''
   load: Literal['all', 'matching'] = 'all'
+  adapter: str = ''
   model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
 
 
@@ -179,6 +183,9 @@ class RolloutSettings:
       training. Where η has no bound, this is what bounds the host's memory;
       those under way still finish.
     dtype: of the weights on the rollout side; empty to leave it.
+    merge_adapters: whether engines add each version's adapters to the frozen
+      matrices, which takes memory for whole versions, or run both side by side,
+      which takes a product more in each adapted projection.
     wait_s: longest time that training waits for a batch.
     engine: shapes of one engine.
   """
@@ -198,6 +205,7 @@ class RolloutSettings:
   dynamic_sampling_tries: int = 10
   max_ready: int = 4096
   dtype: Literal['', 'float32', 'bfloat16'] = ''
+  merge_adapters: bool = False
   wait_s: float = 600.0
   engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
 
@@ -337,6 +345,7 @@ class Experiment:
         f'at least {longest}, the longest prompt and answer',
     )
     _check_algorithm(self, at)
+    self._validate_adapters(at)
     shards = self.mesh.train.fsdp
     packings = {'train': train.packing}
     if self.warm_start.steps:
@@ -349,6 +358,25 @@ class Experiment:
           rows,
           f'a multiple of mesh.train.fsdp={shards}',
       )
+
+  def _validate_adapters(self, at: str) -> None:
+    names = self.policy.model.lora.projections
+    if names:
+      require(
+          not self.warm_start.steps,
+          f'{at}.warm_start.steps',
+          self.warm_start.steps,
+          f'0 with policy.model.lora.projections={names}: adapters need a base'
+          ' that has been trained, by a run of its own',
+      )
+      return
+    some = 'policy.model.lora.projections to name some'
+    for name, value in (
+        ('rollout.merge_adapters', self.rollout.merge_adapters),
+        ('policy.adapter', self.policy.adapter),
+    ):
+      wanted = f'{type(value)()!r}, or {some}'
+      require(not value, f'{at}.{name}', value, wanted)
 
 
 config_lib.open_for_flags(Experiment)
@@ -785,6 +813,9 @@ def _model(
   model = config_lib.resolve(model, 'config.policy.model')
   with named('config.policy.model'):
     config_to_hf(model)  # the run ends by saving it in that form
+  if settings.policy.adapter:
+    with named('config.policy.adapter'):
+      peft.load_peft(settings.policy.adapter, model)
   return model
 
 
@@ -794,8 +825,9 @@ def _loaded_shape(
   """The shape of a saved policy, to run as the settings say."""
   ours = settings.policy.model
   shape = source.shape()
-  experts = shape.moe
+  experts, adapters = shape.moe, shape.lora
   if at == 'policy.path':
+    adapters = ours.lora
     # How the routers are trained is no part of a published shape.
     experts = dataclasses.replace(
         experts, balance=ours.moe.balance, replay=ours.moe.replay
@@ -803,6 +835,7 @@ def _loaded_shape(
   model = dataclasses.replace(
       shape,
       moe=experts,
+      lora=adapters,
       layer_loop=ours.layer_loop,
       compute_dtype=ours.compute_dtype,
       remat=ours.remat,
@@ -869,14 +902,43 @@ def initial_params(
       it matches.
   """
   settings, model = prepared.settings, prepared.model
-  source = prepared.source
+  source, seed = prepared.source, settings.seed
+  base, left = lora.without(model), ()
   if source is not None and settings.policy.load == 'all':
-    return source.load(model, mesh, rules), ()
-  params = transformer.init_params(model, settings.seed, mesh, rules)
-  if source is None:
-    return params, ()
-  with named('config.policy.path'):
-    return source.load_matching(model, params)
+    params = source.load(model, mesh, rules, seed)
+  else:
+    params = transformer.init_params(base, seed, mesh, rules)
+    if source is not None:
+      with named('config.policy.path'):
+        params, left = source.load_matching(base, params)
+    params = transformer.with_adapters(model, params, seed, mesh, rules)
+  if settings.policy.adapter:
+    learns, _ = transformer.partition(
+        model, transformer.param_shardings(model, mesh, rules)
+    )
+    adapters = peft.load_peft(settings.policy.adapter, model)
+    params = lora.overlaid(params, jax.device_put(adapters, learns))
+  return params, left
+
+
+def served_policy(
+    prepared: Prepared | PreparedPolicy, mesh: jax.sharding.Mesh, rules: Rules
+) -> tuple[ModelConfig, Any]:
+  """The policy as engines run it where nothing trains: shape and parameters.
+
+  Raises:
+    ConfigError: whatever `initial_params` refuses.
+  """
+  model = prepared.model
+  rollout = prepared.settings.rollout
+  params, _ = initial_params(prepared, mesh, rules)
+  if rollout.merge_adapters:
+    shape = lora.without(model)
+    shardings = transformer.param_shardings(shape, mesh, rules)
+    return shape, lora.merging(model, rollout.dtype, shardings)(params)
+  if rollout.dtype:
+    params = jax.tree.map(lambda x: x.astype(rollout.dtype), params)
+  return model, params
 
 
 def _check_division(model: ModelConfig, settings: Experiment) -> None:

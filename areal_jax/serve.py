@@ -115,9 +115,7 @@ def _check_port(port: int) -> None:
 def _start(policy: PreparedPolicy, port: int) -> Any:
   """The running server of a policy, everything compiled."""
   # pylint: disable=g-import-not-at-top
-  import jax
-
-  from areal_jax.experiment import initial_params
+  from areal_jax.experiment import served_policy
   from areal_jax.mesh.rules import Rules
   from areal_jax.mesh.slices import (
       MeshSettings,
@@ -129,16 +127,14 @@ def _start(policy: PreparedPolicy, port: int) -> Any:
   from areal_jax.rollout import jetstream
   from areal_jax.rollout.engine import Engine
 
-  settings, model, rules = policy.settings, policy.model, Rules()
+  settings, rules = policy.settings, Rules()
   # One engine: the orchestrator would put prefixes of one into another.
   tensor = settings.mesh.rollout.tensor
   shape = MeshSettings(
       TrainMesh(tensor=tensor), RolloutMesh(tensor=tensor), colocated=True
   )
   (mesh,) = cut(machine_devices(shape), shape).rollout
-  params, _ = initial_params(policy, mesh, rules)
-  if settings.rollout.dtype:
-    params = jax.tree.map(lambda x: x.astype(settings.rollout.dtype), params)
+  model, params = served_policy(policy, mesh, rules)
   engine = jetstream.JetStreamEngine(
       Engine(model, settings.rollout.engine, mesh, rules),
       params,

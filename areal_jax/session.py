@@ -30,6 +30,7 @@ import threading
 import time
 from typing import Any, Sequence
 
+import jax
 import numpy as np
 
 from areal_jax import config as config_lib
@@ -58,7 +59,8 @@ from areal_jax.ledger import Ledger
 from areal_jax.mesh.host import keep_freed_memory
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, machine_devices
-from areal_jax.models import hf, transformer
+from areal_jax.models import hf, lora, peft, transformer
+from areal_jax.models.config import ModelConfig
 from areal_jax.resume import Carried, Start
 from areal_jax.rewards.scorer import Scorer
 from areal_jax.rollout.controller import Controller, Snapshot
@@ -134,6 +136,7 @@ def run(experiment: Experiment) -> Result:
         rules,
         dtype=settings.rollout.dtype,
         pins=settings.evaluation.every > 0,
+        merge=settings.rollout.merge_adapters,
     )
     memory.check(
         prepared.model,
@@ -329,6 +332,7 @@ class Session:
         dispatch_lock=self._turns,
         tokenizer=self._prepared.tokenizer,
         dtype=rollout.dtype or None,
+        merge=rollout.merge_adapters,
     )
 
   def _build_keeper(self) -> resume.Keeper:
@@ -448,8 +452,7 @@ class Session:
     self._rollout.stop()
     self._evaluations.wait()
     after = self._evaluate(trainer.version)
-    policy = self._folder / run_folder.POLICY
-    hf.save_hf(policy, self._prepared.model, trainer.params)
+    self._export(trainer.params)
     self._keeper.finish()
     self._export_best()
     return self._finish(controller, book, after)
@@ -503,8 +506,16 @@ class Session:
       model = self._prepared.model
       source = pretrained.Pretrained(None, best)
       params = source.load(model, self._slices.train, self._rules)
-      hf.save_hf(self._folder / run_folder.BEST, model, params)
+      hf.save_hf(self._folder / run_folder.BEST, *_merged(model, params))
       self._progress.note(f'best: checkpoint {best.path}')
+
+  def _export(self, params: Any) -> None:
+    """Writes the policy, and the adapters alone where there are some."""
+    model = self._prepared.model
+    hf.save_hf(self._folder / run_folder.POLICY, *_merged(model, params))
+    if model.lora.projections:
+      folder = self._folder / run_folder.ADAPTER
+      peft.save_peft(folder, model, params, base=self._settings.policy.path)
 
   def _warm_start(self, params: Any) -> Any:
     settings, prepared = self._settings, self._prepared
@@ -532,8 +543,11 @@ class Session:
     """Compiles everything; publishes to engines that are still to start."""
     with self._events.span('compile', 'train'):
       trainer.warm_up()
-      handle = self._rollout.publisher.publish(trainer.version, trainer.params)
-      _, weights = self._rollout.publisher.latest()
+      publisher = self._rollout.publisher
+      handle = publisher.publish(trainer.version, trainer.params)
+      if self._prepared.model.lora.projections:
+        publisher.warm_up(trainer.trainable)
+      _, weights = publisher.latest()
       for loop in self._rollout.loops:
         loop.engine.warm_up(weights[f'engine/{loop.name}'])
     self._evaluator.start()
@@ -565,7 +579,13 @@ class Session:
         values = trainer.step(groups)
         fields['staleness'] = values['staleness_mean']
         fields['tokens'] = values['trained_tokens']
-      self._rollout.publisher.publish(trainer.version, trainer.params)
+      adapters = bool(self._prepared.model.lora.projections)
+      handle = self._rollout.publisher.publish(
+          trainer.version,
+          trainer.trainable,
+          'adapter' if adapters else 'full',
+      )
+    values['published_bytes'] = handle.bytes
     due = self._keeper.due(trainer.version)
     cut = self._async.call(self._published, controller, trainer.version, due)
     self._record(trainer.version, groups, values, controller, book,
@@ -934,6 +954,14 @@ class Book:
 def scores_differ(group: Group) -> bool:
   """Whether a group has something to compare; one member alone has not."""
   return len({t.reward.score for t in group.trajectories}) > 1
+
+
+def _merged(model: ModelConfig, params: Any) -> tuple[ModelConfig, Any]:
+  """The policy without adapters of its own, for a folder."""
+  if not model.lora.projections:
+    return model, params
+  # On the host: what is compiled at the end of a run would count as a defect.
+  return lora.merged(model, jax.device_get(params))
 
 
 def shuffle_rewards(

@@ -4,6 +4,10 @@ Flows in: (version, params) from the trainer. Flows out: the same values cast
 and resharded on each replica's mesh, handed over by a function of the replica.
 Decoding goes on meanwhile: the copy is dispatched here, and the replica takes
 it between two of its own dispatches. The newest version wins.
+
+Where adapters alone learn, the base crosses once, with the first version; later
+ones of kind 'adapter' carry the adapters and are put together with it on the
+replica's mesh.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any, Callable, Literal, Sequence
 import jax
 import jax.numpy as jnp
 
+from areal_jax.models.lora import overlaid, part_of
 from areal_jax.telemetry.events import EventLog
 
 Params = Any
@@ -31,19 +36,29 @@ class Target:
     shardings: pytree of `NamedSharding`, where each parameter goes.
     deliver: called with (version, params, swapped); it must call
       `swapped(version)` once the replica runs these weights, or newer ones.
+    finish: what is done on the replica's mesh to parameters that have arrived,
+      such as merging adapters; None for nothing.
   """
 
   name: str
   shardings: Any
   deliver: Callable[[int, Params, Callable[[int], None]], None]
+  finish: Callable[[Params], Params] | None = None
 
 
 class Handle:
-  """What became of one published version, replica by replica."""
+  """What became of one published version, replica by replica.
 
-  def __init__(self, version: int, kind: Kind, names: Sequence[str]):
+  Attributes:
+    version: of the policy.
+    kind: whether all of it was sent, or its adapters.
+    bytes: that were sent, of one copy for each replica.
+  """
+
+  def __init__(self, version: int, kind: Kind, size: int, names: Sequence[str]):
     self.version = version
     self.kind = kind
+    self.bytes = size
     self._missing = set(names)
     self._changed = threading.Condition()
 
@@ -101,6 +116,7 @@ class Publisher:
         )
     )
     self._dtype = dtype
+    self._arrived: dict[str, Params] = {}  # by replica, what it holds
     self._latest: tuple[int, dict[str, Params]] | None = None
     self._handles: list[Handle] = []
 
@@ -109,30 +125,45 @@ class Publisher:
   ) -> Handle:
     """Sends `params`, which may live on any mesh and may be donated afterwards.
 
+    Args:
+      version: of the policy.
+      params: all of it, or of kind 'adapter' those that changed since the first
+        version, which was 'full'.
+      kind: which of them.
+
     Raises:
-      ValueError: a version that is not newer than the last one.
+      ValueError: a version that is not newer than the last one, or adapters
+        before any base.
     """
     if self._latest and version <= self._latest[0]:
       raise ValueError(
           f'version {version} published after {self._latest[0]}, wanted a'
           ' newer one'
       )
-    start = time.monotonic()
-    handle = Handle(version, kind, [t.name for t in self._targets])
-    self._handles = [h for h in self._handles if h.missing] + [handle]
-    # Never an alias: the train step donates its buffers to the next step. Where
-    # meshes share devices, `device_put` between them hands replicated parts
-    # over as they are, may_alias=False or not (jax 0.10.2).
-    if self._dtype or any(_meet(params, t.shardings) for t in self._targets):
-      params = self._copy(params)
-    sent = {}
-    for target in self._targets:
-      sent[target.name] = jax.device_put(
-          params, target.shardings, may_alias=False
+    if kind == 'adapter' and not self._arrived:
+      raise ValueError(
+          f"version {version} published as 'adapter' without a base, wanted"
+          " one published as 'full' before"
       )
-    self._latest = (version, sent)
+    start = time.monotonic()
+    if self._copies(params):
+      params = self._copy(params)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    size *= len(self._targets)
+    handle = Handle(version, kind, size, [t.name for t in self._targets])
+    self._handles = [h for h in self._handles if h.missing] + [handle]
+    held = {}
     for target in self._targets:
-      target.deliver(version, sent[target.name], self._swapped(target.name))
+      arrived = jax.device_put(
+          params, part_of(target.shardings, params), may_alias=False
+      )
+      if kind == 'adapter':
+        arrived = overlaid(self._arrived[target.name], arrived)
+      self._arrived[target.name] = arrived
+      held[target.name] = target.finish(arrived) if target.finish else arrived
+    self._latest = (version, held)
+    for target in self._targets:
+      target.deliver(version, held[target.name], self._swapped(target.name))
     self._events.record(
         'publish',
         'publish',
@@ -140,8 +171,14 @@ class Publisher:
         time.monotonic() - start,
         version=version,
         replicas=len(self._targets),
+        bytes=size,
     )
     return handle
+
+  def warm_up(self, params: Params) -> None:
+    """Compiles what `publish` does to parameters like these."""
+    if self._copies(params):
+      self._copy(params)
 
   def latest(self) -> tuple[int, dict[str, Params]]:
     """The version published last and its parameters, by replica name."""
@@ -159,6 +196,14 @@ class Publisher:
     if held != version:
       raise LookupError(f'version {version} is not held, only {held} is')
     return params
+
+  def _copies(self, params: Params) -> bool:
+    # Never an alias: the train step donates its buffers to the next step. Where
+    # meshes share devices, `device_put` between them hands replicated parts
+    # over as they are, may_alias=False or not (jax 0.10.2).
+    return bool(self._dtype) or any(
+        _meet(params, target.shardings) for target in self._targets
+    )
 
   def _swapped(self, name: str) -> Callable[[int], None]:
     def swapped(version: int) -> None:

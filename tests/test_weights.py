@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import lora, transformer
+from areal_jax.models.config import LoraSettings
 from areal_jax.telemetry.events import EventLog
 from areal_jax.weights import Publisher, Target
 from tests import tiny
@@ -99,3 +100,66 @@ def test_only_the_newest_version_is_held():
   assert set(sender.get(2)) == {'engine/0'}
   with pytest.raises(LookupError, match='version 1 is not held, only 2 is'):
     sender.get(1)
+
+
+ADAPTED = tiny.config(lora=LoraSettings(projections=('query',), rank=2))
+
+
+def adapted_policy(seed=0):
+  return transformer.init_params(ADAPTED, seed, tiny.mesh(), Rules())
+
+
+def adapter_publisher(finish=None):
+  got = []
+  mesh = tiny.mesh(1, 2, skip=1)
+  target = Target(
+      'engine/0',
+      transformer.param_shardings(ADAPTED, mesh, Rules()),
+      lambda version, params, swapped: got.append((version, params)),
+      finish,
+  )
+  return Publisher([target], events=EventLog(None)), got
+
+
+def test_adapters_cross_alone_and_meet_the_base_that_crossed_once():
+  sender, got = adapter_publisher()
+  first, second = adapted_policy(0), adapted_policy(1)
+  learns, _ = transformer.partition(ADAPTED, second)
+  whole = sender.publish(0, first)
+  alone = sender.publish(1, learns, 'adapter')
+  assert whole.bytes == sum(x.nbytes for x in jax.tree.leaves(first))
+  # L (D r + r N H) numbers of four bytes.
+  assert alone.bytes == 2 * (32 * 2 + 2 * 32) * 4
+  (_, before), (version, after) = got
+  assert version == 1 and sender.latest()[1]['engine/0'] is after
+  jax.tree.map(
+      np.testing.assert_array_equal, after, lora.overlaid(first, learns)
+  )
+  assert after['embedding'] is before['embedding']  # not sent again
+  assert after['blocks']['adapters']['query']['a'].sharding.mesh.size == 2
+
+
+def test_a_replica_may_finish_what_arrives():
+  mesh = tiny.mesh(1, 2, skip=1)
+  shardings = transformer.param_shardings(tiny.config(), mesh, Rules())
+  sender, got = adapter_publisher(lora.merging(ADAPTED, '', shardings))
+  policy = adapted_policy(0)
+  sender.publish(0, policy)
+  learns, stays = transformer.partition(ADAPTED, policy)
+  learns = jax.tree.map(lambda x: x + 0.5, learns)
+  sender.publish(1, learns, 'adapter')
+  learns = jax.tree.map(lambda x: x - 0.25, learns)
+  sender.publish(2, learns, 'adapter')
+  _, wanted = lora.merged(ADAPTED, lora.overlaid(stays, learns))
+  jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+      got[-1][1],
+      wanted,
+  )
+
+
+def test_adapters_without_a_base_are_refused():
+  sender, _ = adapter_publisher()
+  learns, _ = transformer.partition(ADAPTED, adapted_policy())
+  with pytest.raises(ValueError, match="1 published as 'adapter' without a b"):
+    sender.publish(1, learns, 'adapter')

@@ -22,6 +22,7 @@ from typing import Any, Callable, Coroutine, TypeVar
 
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices
+from areal_jax.models import lora, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.rollout import memory
 from areal_jax.rollout.client import EngineClient
@@ -175,11 +176,26 @@ def build_rollout(
     dispatch_lock: contextlib.AbstractContextManager | None,
     tokenizer: Tokenizer,
     dtype: str | None = None,
+    merge: bool = False,
 ) -> Rollout:
-  """One engine and loop for each rollout mesh, and what joins them."""
-  loops = []
+  """One engine and loop for each rollout mesh, and what joins them.
+
+  Args:
+    config: the policy's shape.
+    settings: shapes of one engine.
+    slices: where they will be.
+    rules: logical to mesh axes.
+    swap: what new weights do to running requests.
+    events: where spans go.
+    dispatch_lock: held around device work that must take turns.
+    dtype: of the weights on the rollout side; None to leave it.
+    merge: whether adapters are merged where they arrive, so that engines run a
+      policy without any.
+  """
+  served = lora.without(config) if merge else config
+  loops, targets = [], []
   for i, mesh in enumerate(slices.rollout):
-    engine = Engine(config, settings, mesh, rules)
+    engine = Engine(served, settings, mesh, rules)
     # A second loop on this engine (`build_evaluator`) takes turns with it: two
     # programs with collectives that reach the devices of a mesh in different
     # orders would wait for each other for ever.
@@ -194,11 +210,13 @@ def build_rollout(
             tokenizer=tokenizer,
         )
     )
-  targets = [
-      Target(f'engine/{loop.name}', loop.engine.param_shardings,
-             loop.set_weights)
-      for loop in loops
-  ]  # fmt: skip
+    shardings, finish = engine.param_shardings, None
+    if merge:
+      finish = lora.merging(config, dtype or '', shardings)
+      shardings = transformer.param_shardings(config, mesh, rules)
+    targets.append(
+        Target(f'engine/{i}', shardings, loops[i].set_weights, finish)
+    )
   return Rollout(
       tuple(loops),
       EngineClient(loops),
@@ -246,6 +264,7 @@ def require_memory(
     dtype: str = '',
     trains: bool = True,
     pins: bool = False,
+    merge: bool = False,
 ) -> None:
   """Refuses engines that the memory of their devices cannot hold.
 
@@ -257,14 +276,23 @@ def require_memory(
     dtype: of the weights on the rollout side; empty to leave it.
     trains: whether they generate for training, and not for evaluation alone.
     pins: whether evaluation goes on beside training.
+    merge: whether adapters are merged where they arrive.
 
   Raises:
     ConfigError: with the numbers.
   """
+  served = lora.without(config) if merge else config
   for mesh in slices.rollout:
     if all(device.memory_stats() is None for device in mesh.devices.flat):
       continue
-    engine = Engine(config, settings, mesh, rules)
+    engine = Engine(served, settings, mesh, rules)
     memory.require_room_on_all(
-        engine, memory.estimate(engine, dtype, trains=trains, pins=pins)
+        engine,
+        memory.estimate(
+            engine,
+            dtype,
+            trains=trains,
+            pins=pins,
+            merges=config if merge else None,
+        ),
     )

@@ -35,6 +35,7 @@ class Rules:
   expert: str | None = 'tensor'
   expert_mlp: str | None = None
   scores: str | None = None  # columns of a router, one an expert
+  rank: str | None = None  # of adapters: small
   # Activations and caches.
   batch: str | None = 'fsdp'  # rows B
   tokens: str | None = 'fsdp'  # rows · tokens, flattened

@@ -98,6 +98,40 @@ class RopeScaling:
     return grown + 1
 
 
+# Matrices of a layer that can have an adapter, in the order they are used.
+PROJECTIONS = ('query', 'key', 'value', 'out', 'gate', 'up', 'down')
+_MLP = PROJECTIONS[4:]
+
+
+@dataclasses.dataclass
+class LoraSettings:
+  """Adapters that learn in place of the policy; see `lora.py`.
+
+  Attributes:
+    projections: the matrices that have one, of `PROJECTIONS`; empty for none,
+      and then the whole policy learns.
+    rank: r, columns of A and rows of B.
+    alpha: their product is multiplied by alpha / rank.
+    rslora: by alpha / sqrt(rank) instead.
+    base_dtype: of the frozen parameters.
+  """
+
+  projections: tuple[str, ...] = ()
+  rank: int = 16
+  alpha: float = 32.0
+  rslora: bool = False
+  base_dtype: Literal['float32', 'bfloat16'] = 'float32'
+
+  def validate(self, at: str) -> None:
+    require(self.rank >= 1, f'{at}.rank', self.rank, 'at least 1')
+    right = 0 < self.alpha < math.inf
+    require(right, f'{at}.alpha', self.alpha, 'above 0 and finite')
+    names = self.projections
+    right = len({*names} & {*PROJECTIONS}) == len(names)
+    wanted = f'some of {PROJECTIONS}, each once'
+    require(right, f'{at}.projections', names, wanted)
+
+
 @dataclasses.dataclass
 class MoeSettings:
   """Experts in place of the MLP, and what training does with their routers.
@@ -174,6 +208,7 @@ class ModelConfig:
   layer_loop: Literal['scan', 'unroll'] = 'unroll'  # scan compiles faster
   compute_dtype: Literal['float32', 'bfloat16'] = 'float32'
   remat: bool = False  # recompute layers in the backward pass
+  lora: LoraSettings = dataclasses.field(default_factory=LoraSettings)
 
   def validate(self, at: str) -> None:
     known = self.family in FAMILIES
@@ -215,6 +250,13 @@ class ModelConfig:
     self._validate_sliding(at)
     self._validate_rope(at)
     self._validate_dense_layers(at)
+    mlp = [name for name in self.lora.projections if name in _MLP]
+    require(
+        not (mlp and self.sparse_layers),
+        f'{at}.lora.projections',
+        self.lora.projections,
+        f'none of {_MLP} in a policy with experts, which have no adapters',
+    )
 
   def _validate_sliding(self, at: str) -> None:
     slide, window = self.sliding_layers, self.sliding_window

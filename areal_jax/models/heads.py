@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import lora, transformer
 from areal_jax.models.config import ModelConfig
 
 Array = jax.Array
@@ -40,8 +40,8 @@ _STREAM = 0x4EAD  # apart from the trunk's random numbers
 
 
 def trunk_config(config: ModelConfig) -> ModelConfig:
-  """The policy without an unembedding matrix of its own, which is not used."""
-  return dataclasses.replace(config, tied_embeddings=True)
+  """The policy without an unembedding of its own, and without adapters."""
+  return dataclasses.replace(lora.without(config), tied_embeddings=True)
 
 
 # Parameters.
@@ -77,7 +77,7 @@ def with_head(
     config: of the policy.
     kind: of the head.
     trunk: the policy's parameters, used as they are (not copied); what belongs
-      to no trunk is left out.
+      to no trunk, an unembedding or adapters, is left out.
     seed: of the head.
     mesh: where the parameters lie; None for one device.
     rules: how they lie there.
@@ -98,7 +98,11 @@ def with_head(
   key = jax.random.fold_in(jax.random.key(seed), _STREAM)
   with jax.threefry_partitionable(True):
     head = jax.jit(create, out_shardings=shardings)(key)
-  return {**_trunk(config, trunk), **head}
+
+  def wide(x):  # a frozen base may be bfloat16
+    return x if x.dtype == jnp.float32 else x.astype(jnp.float32)
+
+  return {**jax.tree.map(wide, _trunk(config, trunk)), **head}
 
 
 def abstract_params(config: ModelConfig, kind: HeadKind) -> Params:
@@ -247,4 +251,4 @@ def _project(
 def _trunk(config: ModelConfig, params: Params) -> Params:
   """The parameters that belong to the trunk."""
   names = transformer.abstract_params(trunk_config(config))
-  return {name: params[name] for name in names}
+  return lora.part_of(params, names)

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import attention, moe
+from areal_jax.models import attention, lora, moe
 from areal_jax.models.config import ModelConfig, RopeScaling
 from areal_jax.models.moe import Routing
 
@@ -49,8 +49,13 @@ _ACTIVATIONS = {
     'gelu_tanh': lambda x: jax.nn.gelu(x, approximate=True),
 }
 
+# Of adapters, apart from the numbers of the base.
+_ADAPTER_STREAM = 0x10A
 # Of embeddings, as in GPT-2; matrices have 1 / sqrt(inputs) instead.
 _EMBEDDING_STD = 0.02
+
+# Projections whose outputs are heads.
+_HEADS = ('query', 'key', 'value')
 
 # attend(layer, cache, q [M, N, H], k [M, K, H], v [M, K, H]) gives the mixture
 # [M, N, H], the cache with k and v in it, and what the caller collects.
@@ -132,6 +137,8 @@ class Block(nnx.Module):
       axes = ('expert', 'expert_mlp', 'embed')
       std = shrink / math.sqrt(f)
       self.expert_down = matrix((e, f, d), axes, std, sparse)
+    if c.lora.projections:
+      self.adapters = lora.Adapters(c, rngs)
 
   def __call__(
       self,
@@ -162,9 +169,9 @@ class Block(nnx.Module):
     """
     c = self.config
     h = _rms_norm(c, x, self.attention_norm)
-    q = layout(_heads(h, self.query), 'tokens', 'heads', 'head')
-    k = layout(_heads(h, self.key), 'tokens', 'kv_heads', 'head')
-    v = layout(_heads(h, self.value), 'tokens', 'kv_heads', 'head')
+    q = layout(self._project(h, 'query'), 'tokens', 'heads', 'head')
+    k = layout(self._project(h, 'key'), 'tokens', 'kv_heads', 'head')
+    v = layout(self._project(h, 'value'), 'tokens', 'kv_heads', 'head')
     if c.qkv_bias:
       q = q + self.query_bias[...].astype(q.dtype)
       k = k + self.key_bias[...].astype(k.dtype)
@@ -176,8 +183,7 @@ class Block(nnx.Module):
     k = _rotate(k, rope)
     mixed, cache, collected = attend(layer, cache, q, k, v)
     mixed = layout(mixed.astype(x.dtype), 'tokens', 'heads', 'head')
-    mixed = mixed.reshape(len(x), -1)
-    more = mixed @ self.out[...].astype(x.dtype).reshape(-1, c.width)
+    more = self._project(mixed.reshape(len(x), -1), 'out')
     if c.post_norms:
       more = _rms_norm(c, more, self.attention_post_norm)
     x = layout(x + more, 'tokens', 'width')
@@ -186,9 +192,9 @@ class Block(nnx.Module):
     if sparse:
       more, routing = self._experts(h, layout, routers)
     else:
-      gate = _ACTIVATIONS[c.activation](h @ self.gate[...].astype(h.dtype))
-      h = layout(gate * (h @ self.up[...].astype(h.dtype)), 'tokens', 'mlp')
-      more = h @ self.down[...].astype(h.dtype)
+      gate = _ACTIVATIONS[c.activation](self._project(h, 'gate'))
+      h = layout(gate * self._project(h, 'up'), 'tokens', 'mlp')
+      more = self._project(h, 'down')
     if c.post_norms:
       more = _rms_norm(c, more, self.mlp_post_norm)
     return layout(x + more, 'tokens', 'width'), cache, collected, routing
@@ -217,6 +223,19 @@ class Block(nnx.Module):
         rules=layout.rules,
     )
     return mixed, moe.measure(experts, probabilities, routers.real)
+
+  def _project(self, x: Array, name: str) -> Array:
+    """[M, inputs] times a matrix, its inputs flat, with its adapter if any.
+
+    Returns:
+      [M, outputs], or [M, heads, H].
+    """
+    matrix = getattr(self, name)[...].astype(x.dtype)
+    outputs = matrix.shape[-1:] if name not in _HEADS else matrix.shape[-2:]
+    y = x @ matrix.reshape(x.shape[-1], -1)
+    if name in self.config.lora.projections:
+      y = y + getattr(self.adapters, name)(x)
+    return y.reshape(-1, *outputs)
 
 
 class Transformer(nnx.Module):
@@ -325,21 +344,72 @@ def init_params(
 
   Matrices are normal with standard deviation 1 / sqrt(inputs), those that add
   to the residual stream divided by sqrt(2 L) more; norms are 1 and biases 0.
-  The values depend on the seed and the shapes alone, not on the mesh.
+  The values depend on the seed and the shapes alone, not on the mesh, and those
+  of the base not on its adapters.
   """
   shardings = None if mesh is None else param_shardings(config, mesh, rules)
 
   def create(key):
-    return nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(key))))
+    rngs = nnx.Rngs(key, adapters=jax.random.fold_in(key, _ADAPTER_STREAM))
+    made = nnx.to_pure_dict(nnx.state(Transformer(config, rngs)))
+    return _in_base_dtype(config, made)
 
   # Without it a device's part of an array depends on how it is cut.
   with jax.threefry_partitionable(True):
     return jax.jit(create, out_shardings=shardings)(jax.random.key(seed))
 
 
+def with_adapters(
+    config: ModelConfig,
+    base: Params,
+    seed: int,
+    mesh: Mesh | None,
+    rules: Rules | None,
+) -> Params:
+  """The policy that begins as `base`: new adapters are put on it.
+
+  Args:
+    config: of the policy, with its adapters.
+    base: the parameters without adapters, used as they are but for their dtype.
+    seed: of the adapters, which are those of `init_params`.
+    mesh: where the parameters lie; None for one device.
+    rules: how they lie there.
+  """
+  if not config.lora.projections:
+    return base
+  shardings = None
+  if mesh is not None:
+    shardings, _ = partition(config, param_shardings(config, mesh, rules))
+
+  def create(key):
+    rngs = nnx.Rngs(key, adapters=jax.random.fold_in(key, _ADAPTER_STREAM))
+    made = nnx.to_pure_dict(nnx.state(Transformer(config, rngs)))
+    return partition(config, made)[0]
+
+  with jax.threefry_partitionable(True):
+    adapters = jax.jit(create, out_shardings=shardings)(jax.random.key(seed))
+  return _in_base_dtype(config, lora.overlaid(base, adapters))
+
+
+def partition(config: ModelConfig, tree: Params) -> tuple[Params, Params]:
+  """What learns and what stays as it is, of parameters or a tree like them.
+
+  With adapters those are `nnx.LoRAParam`s and the others; without, everything
+  learns. `lora.overlaid` puts the two together again.
+  """
+  if not config.lora.projections:
+    return tree, {}
+  state = nnx.state(_abstract(config))
+  learns, stays = nnx.split_state(state, nnx.LoRAParam, ...)
+  return tuple(
+      lora.part_of(tree, nnx.to_pure_dict(part)) for part in (learns, stays)
+  )
+
+
 def abstract_params(config: ModelConfig) -> Params:
   """The parameters as `jax.ShapeDtypeStruct`s."""
-  return nnx.to_pure_dict(nnx.state(_abstract(config)))
+  shapes = nnx.to_pure_dict(nnx.state(_abstract(config)))
+  return _in_base_dtype(config, shapes)
 
 
 def logical_axes(config: ModelConfig) -> Params:
@@ -812,6 +882,21 @@ def _constant(value, shape, axes) -> nnx.Param:
   return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
 
 
+def _in_base_dtype(config: ModelConfig, params: Params) -> Params:
+  """Parameters or their shapes, what is frozen in its own dtype."""
+  if not config.lora.projections:
+    return params
+  dtype = config.lora.base_dtype
+
+  def cast(leaf):
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+      return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    return leaf.astype(dtype)
+
+  learns, stays = partition(config, params)
+  return lora.overlaid(jax.tree.map(cast, stays), learns)
+
+
 def _abstract(config: ModelConfig) -> Transformer:
   return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
 
@@ -821,12 +906,6 @@ def _merged(config: ModelConfig, params: Params) -> Transformer:
   structure, state = nnx.split(_abstract(config))
   nnx.replace_by_pure_dict(state, params)
   return nnx.merge(structure, state)
-
-
-def _heads(x: Array, matrix: nnx.Param) -> Array:
-  """[M, D] times [D, N, H] as one product of two dimensions."""
-  matrix = matrix[...].astype(x.dtype)
-  return (x @ matrix.reshape(len(matrix), -1)).reshape(-1, *matrix.shape[1:])
 
 
 def _rms_norm(config: ModelConfig, x: Array, weight: nnx.Param) -> Array:

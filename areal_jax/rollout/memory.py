@@ -17,6 +17,7 @@ import numpy as np
 
 from areal_jax.config import ConfigError
 from areal_jax.models import transformer
+from areal_jax.models.config import ModelConfig
 from areal_jax.rollout.engine import Engine
 
 
@@ -29,36 +30,55 @@ class Estimate:
     weight_sets: sets held at once.
     decode_state: of one decode state.
     decode_states: states held at once.
+    shared: of the frozen weights that all versions share.
   """
 
   weights: int
   weight_sets: int
   decode_state: int
   decode_states: int
+  shared: int = 0
 
   @property
   def total(self) -> int:
     return (
-        self.weights * self.weight_sets + self.decode_state * self.decode_states
+        self.shared
+        + self.weights * self.weight_sets
+        + self.decode_state * self.decode_states
     )
 
 
 def estimate(
-    engine: Engine, dtype: str, *, trains: bool, pins: bool
+    engine: Engine,
+    dtype: str,
+    *,
+    trains: bool,
+    pins: bool,
+    merges: ModelConfig | None = None,
 ) -> Estimate:
   """What one replica holds at once.
 
   A decode state and weights to evaluate with; if it generates for training, the
-  weights that arrive and a decode state more.
+  weights that arrive and a decode state more. With adapters, the base is there
+  once beside the versions, which are adapters, or whole where those are merged.
 
   Args:
     engine: its programs and shapes.
     dtype: floating dtype of its weights; empty for the policy's own.
     trains: whether it generates for training.
     pins: whether evaluation goes on meanwhile, pinned to weights of its own.
+    merges: the policy with adapters that arrives, where the engine runs it
+      merged.
   """
+  sent = merges or engine.config
+  shapes = transformer.abstract_params(sent)
+  shardings = transformer.param_shardings(sent, engine.mesh, engine.rules)
+  stays = [transformer.partition(sent, t)[1] for t in (shapes, shardings)]
+  shared = _bytes(_cast(stays[0], dtype), stays[1])
+  whole = weights_bytes(engine, dtype)
   return Estimate(
-      weights=weights_bytes(engine, dtype),
+      weights=whole if merges else whole - shared,
+      shared=shared,
       weight_sets=1 + trains + pins,
       decode_state=decode_state_bytes(engine),
       decode_states=1 + trains,
@@ -73,14 +93,17 @@ def decode_state_bytes(engine: Engine) -> int:
 def weights_bytes(engine: Engine, dtype: str = '') -> int:
   """Bytes of one set of weights on each device of the engine's mesh."""
   shapes = transformer.abstract_params(engine.config)
-  if dtype:
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, dtype)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-        else x,
-        shapes,
-    )
-  return _bytes(shapes, engine.param_shardings)
+  return _bytes(_cast(shapes, dtype), engine.param_shardings)
+
+
+def _cast(shapes: Any, dtype: str) -> Any:
+  """Shapes, the floating ones in another dtype, if there is one."""
+  return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, dtype)
+      if dtype and jnp.issubdtype(x.dtype, jnp.floating)
+      else x,
+      shapes,
+  )
 
 
 def require_room(
@@ -101,11 +124,12 @@ def require_room(
     return
   limit, used = stats['bytes_limit'], stats.get('bytes_in_use', 0)
   if needed.total > limit - used:
+    frozen = f' beside {needed.shared:,} frozen' if needed.shared else ''
     raise ConfigError(
         f'config.rollout.engine and config.evaluation need {needed.total:,}'
         f' bytes on {device} ({needed.weight_sets} sets of weights of'
-        f' {needed.weights:,} and {needed.decode_states} decode states of'
-        f' {needed.decode_state:,}), wanted at most {limit - used:,}: its'
+        f' {needed.weights:,}{frozen} and {needed.decode_states} decode states'
+        f' of {needed.decode_state:,}), wanted at most {limit - used:,}: its'
         f' limit of {limit:,} less {used:,} in use; fewer slots, a smaller'
         ' max_length or evaluation.every=0 need less'
     )

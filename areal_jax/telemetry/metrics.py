@@ -600,6 +600,13 @@ _SYSTEM = (
         0.1,
     ),
     Metric(
+        'published_bytes',
+        'bytes',
+        'Sent to the engines with the version of the step, a copy for each of'
+        ' them: all weights, or the adapters where those alone learn.',
+        0.0,
+    ),
+    Metric(
         'swap_stall_ms',
         'ms',
         'Time for which decoding stood still to take new weights in, the'

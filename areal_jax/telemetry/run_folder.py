@@ -32,6 +32,7 @@ TOKENIZER = 'tokenizer.model'  # the sentencepiece model, or instead of it
 TOKENIZER_FILES = 'tokenizer'  # the files of a Hugging Face tokenizer
 WARM_START = 'warm_start'  # the policy that reinforcement learning starts from
 POLICY = 'policy'  # the trained policy, in the Hugging Face layout
+ADAPTER = 'adapter'  # the trained adapters alone, in PEFT's layout
 BEST = 'best'  # the one whose metric was highest; `CheckpointSettings`
 CHECKPOINTS = 'checkpoints'  # `train.checkpoint`
 PROFILE = 'profile'  # `telemetry.profiling`

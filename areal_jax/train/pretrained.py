@@ -16,17 +16,29 @@ from typing import Any
 from etils import epath
 import jax
 
-from areal_jax.config import ConfigError, require
+from areal_jax.config import (
+    ConfigError,
+    from_dict,
+    require,
+    resolve,
+    to_dict,
+)
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import hf, transformer
-from areal_jax.models.config import ModelConfig, config_from_hf, config_to_hf
+from areal_jax.models import hf, lora, transformer
+from areal_jax.models.config import (
+    LoraSettings,
+    ModelConfig,
+    config_from_hf,
+    config_to_hf,
+)
 from areal_jax.telemetry import run_folder
 from areal_jax.train import checkpoint
 from areal_jax.train.checkpoint import CheckpointError, Saved
 
 Params = dict[str, Any]
 
-SHAPE = 'policy.json'  # part of a checkpoint: `config_to_hf` of the policy
+SHAPE = 'policy.json'  # part of a checkpoint, see `shape_part`
+_LORA = 'lora'  # in it, where the policy has adapters
 _WANTED = (
     'a Hugging Face folder with a config.json, the folder of a run, or a'
     ' checkpoint'
@@ -65,23 +77,54 @@ class Pretrained:
     return config_from_hf(published, str(file))
 
   def load(
-      self, config: ModelConfig, mesh: jax.sharding.Mesh, rules: Rules
+      self,
+      config: ModelConfig,
+      mesh: jax.sharding.Mesh,
+      rules: Rules,
+      seed: int = 0,
   ) -> Params:
     """All of its parameters, for a policy that runs as `config` says.
+
+    Adapters of a checkpoint go on if `config` asks for the same ones, and are
+    merged into their base otherwise.
+
+    Args:
+      config: of the policy.
+      mesh: where the parameters go.
+      rules: how they lie there.
+      seed: of adapters that are new.
 
     Raises:
       ConfigError: they are not those of such a policy.
     """
+    base = lora.without(config)
     if self.saved is None:
-      return hf.load_params(self.folder, config, mesh, rules)
-    like = _like(config, mesh, rules)
+      params = hf.load_params(self.folder, base, mesh, rules)
+      return transformer.with_adapters(config, params, seed, mesh, rules)
+    held = self._adapters()
+    saved_as = dataclasses.replace(base, lora=held)
+    like = _like(saved_as, mesh, rules)
     try:
       found, _ = checkpoint.restore_params(
           self.saved, like, vocabulary_axes(config)
       )
     except CheckpointError as error:
       raise ConfigError(str(error)) from error
-    return _placed(like, found)
+    params = _placed(like, found)
+    wanted = dataclasses.replace(config.lora, base_dtype=held.base_dtype)
+    if held.projections and to_dict(wanted) == to_dict(held):
+      dtypes = transformer.abstract_params(config)
+      return jax.tree.map(lambda x, d: x.astype(d.dtype), params, dtypes)
+    if held.projections:
+      shardings = transformer.param_shardings(base, mesh, rules)
+      params = lora.merging(saved_as, '', shardings)(params)
+    return transformer.with_adapters(config, params, seed, mesh, rules)
+
+  def _adapters(self) -> LoraSettings:
+    """The kind of adapters that a checkpoint has, if any."""
+    held = _read_shape(self.saved).get(_LORA, {})
+    at = f'{self.saved.path / SHAPE}: {_LORA}'
+    return resolve(from_dict(LoraSettings, held, at), at)
 
   def load_matching(
       self, config: ModelConfig, params: Params
@@ -104,6 +147,9 @@ class Pretrained:
           ),
           params,
       )
+      held = self._adapters().projections
+      require(not held, f'lora.projections of checkpoint {self.saved.path}',
+              held, "none, or policy.load='all'")  # fmt: skip
       # Another number of tokens is another vocabulary, and not its padding.
       same = _read_shape(self.saved)['vocab_size'] == config.vocab_size
       found, left = checkpoint.restore_params(
@@ -152,8 +198,9 @@ def find(path: str, at: str) -> Pretrained:
 
 
 def shape_part(config: ModelConfig) -> dict[str, Any]:
-  """The part `SHAPE` of a checkpoint."""
-  return config_to_hf(config)
+  """The part `SHAPE` of a checkpoint: `config_to_hf`, and its adapters."""
+  adapters = {_LORA: to_dict(config.lora)} if config.lora.projections else {}
+  return {**config_to_hf(config), **adapters}
 
 
 def vocabulary_axes(config: ModelConfig) -> dict[str, int]:

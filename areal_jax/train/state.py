@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from areal_jax.models.lora import overlaid
+
 PyTree = Any
 
 
@@ -52,7 +54,8 @@ class Counters:
 class Role:
   """One network: the part that learns, the part that does not, its optimizer.
 
-  A policy or critic has everything trainable, a reference everything frozen.
+  A policy has everything trainable, or its adapters alone; a critic everything.
+  A reference has everything frozen, or its adapters, over the base of a policy.
 
   Attributes:
     trainable: parameters that the optimizer moves.
@@ -69,7 +72,7 @@ class Role:
   @property
   def params(self) -> dict[str, PyTree]:
     """Both parts as the model takes them."""
-    return {**self.frozen, **self.trainable}
+    return overlaid(self.frozen, self.trainable)
 
 
 @functools.partial(

@@ -33,7 +33,7 @@ import optax
 from areal_jax.config import require
 from areal_jax.losses import logprobs, masking, policy, supervised
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import heads, moe, transformer
+from areal_jax.models import heads, lora, moe, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import Routing
 from areal_jax.train import packing
@@ -252,10 +252,11 @@ class TrainStep:
     )
     self._everywhere = NamedSharding(mesh, PartitionSpec())
     self._params = abstract_network(config, kind, mesh, rules)
+    self._learns, _ = self._partition(self._params)
     self._compiled: dict[str, jax.stages.Compiled] = {}
     self._names = [
         jax.tree_util.keystr(path, simple=True, separator='/')
-        for path, _ in jax.tree.leaves_with_path(self._params)
+        for path, _ in jax.tree.leaves_with_path(self._learns)
     ]
 
   def warm_up(self, *more: str) -> None:
@@ -281,7 +282,8 @@ class TrainStep:
     Args:
       params: of the network that learns.
       reference: of the frozen policy; None for a copy of `params`, where the
-        step was built with one.
+        step was built with one. With adapters it is a copy of those alone: the
+        base is the policy's, which stays as it is.
 
     Raises:
       ValueError, TypeError: parameters of another shape or sharding.
@@ -290,7 +292,7 @@ class TrainStep:
     if self._reference is not None:
       if reference is None:
         # Copied: the policy's buffers are donated at each update.
-        reference = self._program('copy')(roles[self.role].params)
+        reference = self._program('copy')(roles[self.role].trainable)
       roles['reference'] = Role({}, reference)
     return TrainState(roles, version=0)
 
@@ -341,7 +343,7 @@ class TrainStep:
 
   def score_reference(self, state: TrainState, batch: Batch) -> Array:
     """[B, T] log-probs under the reference policy."""
-    reference = state.roles['reference'].params
+    reference = self._reference_params(state)
     return self._program('score_reference')(reference, batch)
 
   def accumulate(
@@ -449,7 +451,14 @@ class TrainStep:
 
   def _initialise(self, params: PyTree) -> Role:
     counters = Counters(*(jnp.zeros((), jnp.int32) for _ in range(4)))
-    return Role(params, {}, self._optimizer.init(params), counters)
+    learns, stays = self._partition(params)
+    return Role(learns, stays, self._optimizer.init(learns), counters)
+
+  def _partition(self, params: PyTree) -> tuple[PyTree, PyTree]:
+    """What learns and what stays; heads learn with the whole of their trunk."""
+    if self._kind != 'policy':
+      return params, {}
+    return transformer.partition(self._config, params)
 
   def _logps(
       self,
@@ -517,7 +526,10 @@ class TrainStep:
     if 'reference' in roles:
       reference_logps = self._score_reference(roles['reference'], batch)
 
-    def loss(params):
+    learns, stays = self._partition(roles[self.role])
+
+    def loss(learns):
+      params = lora.overlaid(stays, learns)
       if self._kind != 'policy':
         value, stats = self._objective(self._score(params, batch), batch)
         return value, (stats, {})
@@ -536,7 +548,7 @@ class TrainStep:
         )
       return value, (stats, jax.lax.stop_gradient(sums))
 
-    return jax.value_and_grad(loss, has_aux=True)(roles[self.role])
+    return jax.value_and_grad(loss, has_aux=True)(learns)
 
   def _accumulate(self, total, roles, batch):
     (loss, (stats, routing)), gradient = self._gradient(roles, batch)
@@ -620,22 +632,23 @@ class TrainStep:
   def abstract_state(self) -> TrainState:
     """Shape and sharding of a state, its own roles alone."""
     learner = jax.eval_shape(self._initialise, self._params)
-    shardings = _shardings(self._params)
+    learns, stays = self._partition(_shardings(self._params))
     moments = optax.tree.map_params(
         self._optimizer,
         lambda _, sharding: sharding,
         learner.optimizer,
-        shardings,
+        learns,
         transform_non_params=lambda _: self._everywhere,
     )
     counters = jax.tree.map(lambda _: self._everywhere, learner.counters)
-    placed = Role(shardings, {}, moments, counters)
+    placed = Role(learns, stays, moments, counters)
     roles = {self.role: _with_shardings(learner, placed)}
     if self._reference is not None:
-      roles['reference'] = Role(
-          {},
-          abstract_network(self._reference, 'policy', self._mesh, self._rules),
+      held = abstract_network(
+          self._reference, 'policy', self._mesh, self._rules
       )
+      held, _ = transformer.partition(self._reference, held)
+      roles['reference'] = Role({}, held)
     return TrainState(roles)
 
   @functools.cached_property
@@ -646,7 +659,7 @@ class TrainStep:
         self._gradient, roles, self._summed_batch
     )
     return {
-        'gradient': _with_shardings(gradient, _shardings(self._params)),
+        'gradient': _with_shardings(gradient, _shardings(self._learns)),
         'loss': self._replicated(loss),
         'stats': self._replicated(stats),
         'routing': self._replicated(routing),
@@ -672,8 +685,17 @@ class TrainStep:
 
   def _scored_roles(self, state: TrainState) -> dict[str, PyTree]:
     """Parameters by role, as the loss takes them."""
-    names = [self.role] + ['reference'] * self._scores_reference
-    return {name: state.roles[name].params for name in names}
+    roles = {self.role: state.roles[self.role].params}
+    if self._scores_reference:
+      roles['reference'] = self._reference_params(state)
+    return roles
+
+  def _reference_params(self, state: TrainState) -> PyTree:
+    """All of the reference; its base, if it has adapters, is the policy's."""
+    held = state.roles['reference'].params
+    if not self._reference.lora.projections:
+      return held
+    return lora.overlaid(state.roles[self.role].frozen, held)
 
   def _program(self, name: str) -> jax.stages.Compiled:
     """The compiled program of that name; `warm_up` asks for all of them."""
@@ -693,12 +715,12 @@ class TrainStep:
       return self._initialise, (self._params,), (0,), learner
     if name == 'copy':
       copy = functools.partial(jax.tree.map, jnp.copy)
-      return copy, (self._params,), (), self._params
+      return copy, (self._learns,), (), self._learns
     logps = self._batch['behavior_logps']
     if name == 'score':
       return self._score, (self._params, self._batch), (), logps
     if name == 'score_reference':
-      arguments = (state.roles['reference'].params, self._batch)
+      arguments = (self._reference_params(state), self._batch)
       return self._score_reference, arguments, (), logps
     if name == 'no_load':
       load = self._abstract_load

@@ -251,6 +251,11 @@ class Trainer:
     """
     return self.state.policy.params
 
+  @property
+  def trainable(self) -> Any:
+    """The part of `params` that learns, valid as long as they are."""
+    return self.state.policy.trainable
+
   def state_shardings(self) -> TrainState:
     """Where the parts of the state live, to place a loaded one."""
     state = self._step.state_shardings()

@@ -1,0 +1,110 @@
+"""What adapters save: bytes that training holds, and bytes a version sends.
+
+  python -m benchmarks.adapters
+  python -m benchmarks.adapters --width=256 --layers=4
+
+Three arms hold the train state of one policy (by default of the shape of
+SmolLM2-135M, with random weights) and publish two versions of it to one engine:
+everything learns; adapters of rank 16 on all seven projections; the same on a
+frozen base in bfloat16. Bytes are those of the arrays that really exist once a
+trainer is built, and of what the publisher really sent; a gradient, which is as
+large as what learns, and activations come on top. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from absl import app, flags
+import jax
+
+from areal_jax.config import resolve
+from areal_jax.mesh.rules import Rules
+from areal_jax.mesh.slices import MeshSettings, cut, machine_devices
+from areal_jax.models import transformer
+from areal_jax.models.config import PROJECTIONS, LoraSettings, ModelConfig
+from areal_jax.telemetry.events import EventLog
+from areal_jax.train.trainer import Trainer, TrainSettings
+from areal_jax.weights import Publisher, Target
+
+_WIDTH = flags.DEFINE_integer('width', 576, 'D.')
+_LAYERS = flags.DEFINE_integer('layers', 30, 'L.')
+_VOCABULARY = flags.DEFINE_integer('vocabulary', 49152, 'V.')
+
+ARMS = {
+    'all': LoraSettings(),
+    'adapters': LoraSettings(projections=PROJECTIONS),
+    'adapters, base in bfloat16': LoraSettings(
+        projections=PROJECTIONS, base_dtype='bfloat16'
+    ),
+}
+
+
+def measure(config: ModelConfig) -> dict[str, float]:
+  """Bytes and seconds of one arm.
+
+  Returns:
+    'learns', 'state', 'first' and 'later' in bytes, 'later_s' in seconds.
+  """
+  settings, rules = MeshSettings(), Rules()
+  slices = cut(machine_devices(settings), settings)
+  (mesh,) = slices.rollout
+  params = transformer.init_params(config, 0, slices.train, rules)
+  trainer = Trainer(config, TrainSettings(), slices.train, rules, params)
+  del params  # taken over
+  shardings = transformer.param_shardings(config, mesh, rules)
+  target = Target('engine', shardings, lambda *weights: None)
+  publisher = Publisher([target], events=EventLog(None))
+  kind = 'adapter' if config.lora.projections else 'full'
+  first = publisher.publish(0, trainer.params)
+  jax.block_until_ready(publisher.latest())
+  start = time.monotonic()
+  later = publisher.publish(1, trainer.trainable, kind)
+  jax.block_until_ready(publisher.latest())
+  seconds = time.monotonic() - start
+  return {
+      'learns': _bytes(trainer.trainable),
+      'state': _bytes(trainer.state.roles),
+      'first': first.bytes,
+      'later': later.bytes,
+      'later_s': seconds,
+  }
+
+
+def shape(lora: LoraSettings) -> ModelConfig:
+  """The policy of an arm; head size 64 and SmolLM2-135M's proportions."""
+  width = _WIDTH.value
+  heads = width // 64
+  return resolve(
+      ModelConfig(
+          vocab_size=_VOCABULARY.value,
+          width=width,
+          layers=_LAYERS.value,
+          heads=heads,
+          kv_heads=max(n for n in range(1, heads // 2 + 1) if heads % n == 0),
+          head_size=64,
+          mlp_width=8 * width // 3,
+          lora=lora,
+      )
+  )
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  print('| what learns | learns | train state | first version | each later one'
+        ' | time of it |\n|---|---|---|---|---|---|')  # fmt: skip
+  for name, lora in ARMS.items():
+    found = measure(shape(lora))
+    cells = [f'{found[n] / 1e6:,.1f} MB' for n in
+             ('learns', 'state', 'first', 'later')]  # fmt: skip
+    print(f'| {name} | {" | ".join(cells)} | {1e3 * found["later_s"]:.1f} ms |')
+
+
+def _bytes(tree: Any) -> int:
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+if __name__ == '__main__':
+  sys.exit(app.run(main))
