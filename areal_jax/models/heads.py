@@ -7,8 +7,8 @@ is the log-odds that one is preferred). The trunk is the policy's Transformer
 without its unembedding, so the trunk of a published policy can start either.
 
 Parameters are the trunk's with the head's beside them, a plain dict as in
-`transformer.py`: 'value' [D] and 'value_bias' [1], or 'score' [D]. Losses and
-files are left to others.
+`transformer.py`: 'value_head' [D, 1] and 'value_head_bias' [1], or
+'reward_head' [D, 1]. Losses and files are left to others.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Mesh = jax.sharding.Mesh
 Params = dict[str, Any]
 HeadKind = Literal['value', 'reward']
 
-# Names, sizes and axes of each head; published ones have the same parts: a
-# linear layer with a bias on values (`v_head.summary` of TRL), and one without
-# on scores (`score` of transformers' sequence classifiers).
-_WIDTH, _ONE = 'width', 1
-HEADS: dict[HeadKind, dict[str, str | int]] = {
-    'value': {'value': _WIDTH, 'value_bias': _ONE},
-    'reward': {'score': _WIDTH},
+# Axes of each head's parameters, of size D ('norm': small, and read by all
+# devices) and 1 (None). Published ones have the same parts: a linear layer with
+# a bias on values (`v_head.summary` of TRL), and one without on scores (`score`
+# of transformers' sequence classifiers).
+HEADS: dict[HeadKind, dict[str, tuple[str | None, ...]]] = {
+    'value': {'value_head': ('norm', None), 'value_head_bias': (None,)},
+    'reward': {'reward_head': ('norm', None)},
 }
 _STREAM = 0x4EAD  # apart from the trunk's random numbers
 
@@ -85,10 +85,10 @@ def with_head(
   d = config.width
 
   def create(key):
-    weight = jax.random.normal(key, (d,), jnp.float32) / (d + 1)
+    weight = jax.random.normal(key, (d, 1), jnp.float32) / (d + 1)
     return {
-        name: weight if size == _WIDTH else jnp.zeros((size,), jnp.float32)
-        for name, size in HEADS[kind].items()
+        name: weight if 'norm' in axes else jnp.zeros((1,), jnp.float32)
+        for name, axes in HEADS[kind].items()
     }
 
   shardings = None
@@ -109,17 +109,17 @@ def abstract_params(config: ModelConfig, kind: HeadKind) -> Params:
   """Trunk and head as `jax.ShapeDtypeStruct`s."""
   head = {
       name: jax.ShapeDtypeStruct(
-          (config.width if size == _WIDTH else size,), jnp.float32
+          tuple(1 if a is None else config.width for a in axes), jnp.float32
       )
-      for name, size in HEADS[kind].items()
+      for name, axes in HEADS[kind].items()
   }
   return {**transformer.abstract_params(trunk_config(config)), **head}
 
 
 def logical_axes(config: ModelConfig, kind: HeadKind) -> Params:
-  """Axis names of trunk and head; a head is small and read by all devices."""
+  """Axis names of trunk and head."""
   trunk = transformer.logical_axes(trunk_config(config))
-  return {**trunk, **dict.fromkeys(HEADS[kind], ('norm',))}
+  return {**trunk, **HEADS[kind]}
 
 
 def param_shardings(
@@ -169,9 +169,9 @@ def values(
     [B, T] float32, in units of reward; 0 on padding.
   """
   said = _project(
-      config, params, 'value', ids, positions, segment_ids, mesh, rules
+      config, params, 'value_head', ids, positions, segment_ids, mesh, rules
   )
-  bias = params['value_bias'].astype(jnp.float32)
+  bias = params['value_head_bias'].astype(jnp.float32)
   return jnp.where(segment_ids != 0, said + bias, 0.0)
 
 
@@ -204,7 +204,7 @@ def scores(
     `by_segment` gathers them.
   """
   said = _project(
-      config, params, 'score', ids, positions, segment_ids, mesh, rules
+      config, params, 'reward_head', ids, positions, segment_ids, mesh, rules
   )
   return jnp.where(last_tokens(segment_ids), said, 0.0)
 
@@ -244,7 +244,7 @@ def _project(
       rules=rules,
   )
   # Not a matrix product, which a TPU would round to bfloat16.
-  head = params[name].astype(jnp.float32)
+  head = params[name][:, 0].astype(jnp.float32)
   return jnp.sum(x.astype(jnp.float32) * head, axis=-1)
 
 

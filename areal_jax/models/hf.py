@@ -27,7 +27,7 @@ import safetensors
 
 from areal_jax.config import ConfigError, require, resolve
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import published, transformer
+from areal_jax.models import heads, published, transformer
 from areal_jax.models.config import (
     FAMILIES,
     ModelConfig,
@@ -110,7 +110,12 @@ ROWS = (
     Row(_L + 'post_feedforward_layernorm.weight', ('blocks', 'mlp_post_norm')),
     Row('model.norm.weight', ('final_norm',)),
     Row('lm_head.weight', ('unembedding',), 1),
+    # Heads in its place: of TRL's critics, and of transformers' classifiers.
+    Row('v_head.summary.weight', ('value_head',), 1),
+    Row('v_head.summary.bias', ('value_head_bias',)),
+    Row('score.weight', ('reward_head',), 1),
 )
+_NO_HEAD = 'lm_head.weight'
 
 
 def load_hf(
@@ -120,6 +125,7 @@ def load_hf(
     *,
     overrides: Mapping[str, Any] | None = None,
     dtype: str = 'float32',
+    head: heads.HeadKind | None = None,
 ) -> tuple[ModelConfig, Params]:
   """Reads a checkpoint folder.
 
@@ -130,6 +136,8 @@ def load_hf(
     overrides: fields of `ModelConfig` to set after reading, such as
       `vocab_multiple`, `layer_loop` or `compute_dtype`.
     dtype: of the parameters, whatever that of the files.
+    head: that of a critic or a reward model, which has it in place of an
+      unembedding; None for a policy.
 
   Returns:
     The resolved settings, and the parameters.
@@ -140,15 +148,16 @@ def load_hf(
   """
   folder = pathlib.Path(folder)
   config = _load_config(folder, overrides or {})
-  shapes = transformer.abstract_params(config)
-  shardings = None
-  if mesh is not None:
+  shapes, shardings = _shapes(config, head), None
+  if mesh is not None and head is None:
     shardings = transformer.param_shardings(config, mesh, rules)
+  elif mesh is not None:
+    shardings = heads.param_shardings(config, head, mesh, rules)
   params: Params = {}
   with contextlib.ExitStack() as stack:
-    source = _Source(folder, config, stack)
+    source = _Source(folder, config, stack, head)
     rows = _rows(config, shapes)
-    _check_names(source, config, rows)
+    _check_names(source, config, rows, head)
     for row in rows:
       where = None if shardings is None else _at(shardings, row.path)
       shape = _at(shapes, row.path).shape
@@ -233,6 +242,7 @@ def save_hf(
     limit: int = published.LIMIT,
     files: Mapping[str, bytes] | None = None,
     more: Mapping[str, Any] | None = None,
+    head: heads.HeadKind | None = None,
 ) -> None:
   """Writes `config.json` and safetensors, one file or several with an index.
 
@@ -245,12 +255,13 @@ def save_hf(
     files: others that go along, such as those of its tokenizer.
     more: fields of `config.json` that are none of the policy's, such as
       `eos_token_id`.
+    head: that of a critic or a reward model; None for a policy.
 
   Raises:
     ConfigError: no family of published checkpoints has these settings, or a
       dtype is none that is published.
   """
-  plain = transformer.abstract_params(_unpadded(config))
+  plain = _shapes(_unpadded(config), head)
   rows = _rows(config, plain)
   shapes = []
   for row, name, place in _in_order(config, rows):
@@ -268,6 +279,13 @@ def save_hf(
       del ours  # before the next one is fetched
 
   described = {**config_to_hf(config), **(more or {})}
+  if head == 'reward':
+    # As transformers names its classifiers; one label is a number.
+    described['architectures'] = [
+        name.replace('ForCausalLM', 'ForSequenceClassification')
+        for name in described['architectures']
+    ]
+    described['id2label'] = {'0': 'LABEL_0'}
   described['torch_dtype'] = dtype or str(params['embedding'].dtype)
   published.write_folder(
       pathlib.Path(folder), described, shapes, tensors(),
@@ -293,11 +311,12 @@ class _Source:
       folder: pathlib.Path,
       config: ModelConfig,
       stack: contextlib.ExitStack,
+      head: heads.HeadKind | None = None,
   ):
     self.folder = folder
     self.config = config
     self.tensors = _open_tensors(folder, stack)
-    self.shapes = transformer.abstract_params(_unpadded(config))
+    self.shapes = _shapes(_unpadded(config), head)
 
   def fits(self, row: Row) -> bool:
     """Whether the published tensors make up a parameter like this."""
@@ -495,7 +514,12 @@ def _open_tensors(
   return tensors
 
 
-def _check_names(source: _Source, config: ModelConfig, rows: list[Row]) -> None:
+def _check_names(
+    source: _Source,
+    config: ModelConfig,
+    rows: list[Row],
+    head: heads.HeadKind | None = None,
+) -> None:
   """Raises if the folder lacks a tensor, or has one that has no place."""
   folder, tensors = source.folder, source.tensors
   wanted = {name for row in rows for name, _ in _parts(config, row)}
@@ -504,10 +528,11 @@ def _check_names(source: _Source, config: ModelConfig, rows: list[Row]) -> None:
     raise ConfigError(f'{folder} lacks {len(missing)} tensors: {_few(missing)}')
   extra = sorted(n for n in set(tensors) - wanted if _IGNORED.search(n) is None)
   # Some writers store the tied matrix twice; two different ones are not tied.
-  head = 'lm_head.weight'
-  if config.tied_embeddings and head in extra:
-    if _equal(*(tensors[n].get_slice(n) for n in (head, ROWS[0].hf))):
-      extra.remove(head)
+  if head is not None and _NO_HEAD in extra:
+    extra.remove(_NO_HEAD)  # TRL leaves it there, beside the critic's
+  if config.tied_embeddings and _NO_HEAD in extra:
+    if _equal(*(tensors[n].get_slice(n) for n in (_NO_HEAD, ROWS[0].hf))):
+      extra.remove(_NO_HEAD)
   if extra:
     raise ConfigError(
         f'{folder} has {len(extra)} tensors with no place in a policy of family'
@@ -528,6 +553,13 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _few(names: list[str]) -> str:
   return ', '.join(names[:4]) + (', ...' if len(names) > 4 else '')
+
+
+def _shapes(config: ModelConfig, head: heads.HeadKind | None) -> Params:
+  """The parameters of a policy, or of a trunk with a head."""
+  if head is None:
+    return transformer.abstract_params(config)
+  return heads.abstract_params(config, head)
 
 
 def _rows(config: ModelConfig, params: Params) -> list[Row]:

@@ -1,15 +1,17 @@
 """Heads on the trunk: hand-worked products, packing, gradients, meshes."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
-from areal_jax.config import resolve
+from areal_jax.config import ConfigError, resolve
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import heads, transformer
+from areal_jax.models import heads, hf, transformer
 from tests import tiny
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]], np.int32)
@@ -26,7 +28,7 @@ def policy():
 @pytest.fixture(scope='module')
 def critic(policy):
   made = heads.with_head(CONFIG, 'value', policy, 3, None, None)
-  return {**made, 'value_bias': jnp.array([0.25])}
+  return {**made, 'value_head_bias': jnp.array([0.25])}
 
 
 @pytest.fixture(scope='module')
@@ -50,7 +52,7 @@ def test_values_are_the_products_with_the_states(policy, critic):
   states = np.asarray(
       program(transformer.hidden)(policy, IDS, POSITIONS, SEGMENTS)
   )
-  wanted = states @ np.asarray(critic['value']) + 0.25
+  wanted = states @ np.asarray(critic['value_head'])[:, 0] + 0.25
   np.testing.assert_allclose(
       run(heads.values, critic), np.where(SEGMENTS, wanted, 0), atol=1e-6
   )
@@ -60,7 +62,9 @@ def test_a_sequence_is_scored_at_its_last_token_alone(policy, reward_model):
   said = run(heads.scores, reward_model)
   assert np.argwhere(said).tolist() == [[0, 2], [0, 4], [1, 5]]
   states = program(transformer.hidden)(policy, IDS, POSITIONS, SEGMENTS)
-  wanted = np.asarray(states)[0, 4] @ np.asarray(reward_model['score'])
+  wanted = (
+      np.asarray(states)[0, 4] @ np.asarray(reward_model['reward_head'])[:, 0]
+  )
   np.testing.assert_allclose(said[0, 4], wanted, atol=1e-6)
 
 
@@ -103,10 +107,10 @@ def test_a_trunk_comes_from_a_policy_and_the_seed_makes_the_head(policy):
   again = heads.with_head(CONFIG, 'reward', policy, 3, None, None)
   other = heads.with_head(CONFIG, 'reward', policy, 4, None, None)
   assert made['embedding'] is policy['embedding']
-  np.testing.assert_array_equal(made['value'], again['score'])
-  assert not np.array_equal(again['score'], other['score'])
-  assert 0.5 / 33 < np.std(made['value']) < 2 / 33  # D is 32
-  assert np.asarray(made['value_bias']).tolist() == [0]
+  np.testing.assert_array_equal(made['value_head'], again['reward_head'])
+  assert not np.array_equal(again['reward_head'], other['reward_head'])
+  assert 0.5 / 33 < np.std(made['value_head']) < 2 / 33  # D is 32
+  assert np.asarray(made['value_head_bias']).tolist() == [0]
 
 
 @pytest.mark.parametrize('kind', ['value', 'reward'])
@@ -132,3 +136,26 @@ def test_a_critic_on_2_x_2_devices_equals_one_device(critic):
   np.testing.assert_allclose(
       run(heads.values, placed, mesh), run(heads.values, critic), atol=1e-5
   )
+
+
+@pytest.mark.parametrize('kind', ['value', 'reward'])
+def test_a_head_is_published_with_its_trunk_and_read_back(
+    critic, reward_model, tmp_path, kind
+):
+  params = critic if kind == 'value' else reward_model
+  hf.save_hf(tmp_path, CONFIG, params, head=kind)
+  tensors = safetensors.numpy.load_file(tmp_path / 'model.safetensors')
+  assert 'lm_head.weight' not in tensors
+  described = json.loads((tmp_path / 'config.json').read_text())
+  if kind == 'reward':
+    assert tensors['score.weight'].shape == (1, 32)  # transformers: one label
+    assert described['architectures'] == ['LlamaForSequenceClassification']
+  else:
+    assert tensors['v_head.summary.weight'].shape == (1, 32)
+    assert tensors['v_head.summary.bias'].tolist() == [0.25]
+  config, got = hf.load_hf(tmp_path, None, None, head=kind)
+  assert config.width == 32 and set(got) == set(params)
+  jax.tree.map(np.testing.assert_array_equal, got, params)
+  other = 'reward' if kind == 'value' else 'value'
+  with pytest.raises(ConfigError, match='lacks [12] tensors: (score|v_head)'):
+    hf.load_hf(tmp_path, None, None, head=other)

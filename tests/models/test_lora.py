@@ -2,6 +2,7 @@
 
 import functools
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,10 +24,10 @@ PLAIN = lora.without(CONFIG)
 PAGE = 4
 
 
-def moved(params, seed=5):
+def moved(config, params, seed=5):
   """The policy after some training: no B is 0 any more."""
   rng = np.random.default_rng(seed)
-  learns, _ = transformer.partition(CONFIG, params)
+  learns, _ = transformer.partition(config, params)
   learns = jax.tree.map(
       lambda x: x + 0.2 * rng.normal(size=x.shape).astype('f'), learns
   )
@@ -40,7 +41,7 @@ def initial():
 
 @pytest.fixture(scope='module')
 def params(initial):
-  return moved(initial)
+  return moved(CONFIG, initial)
 
 
 @functools.cache
@@ -69,9 +70,7 @@ def _merged(params):
 def test_adapter_is_the_scaled_product_of_its_two_matrices():
   x = np.arange(8.0, dtype='f').reshape(2, 4) - 3
   config = tiny.config(width=4, layers=1, lora=LoraSettings(('gate',), 2, 3.0))
-  adapter = transformer.Transformer(
-      config, transformer.nnx.Rngs(0)
-  ).blocks.adapters.gate
+  adapter = lora.Adapter(config, 'gate', nnx.Rngs(0))
   a = np.array([[1, 0], [2, 1], [0, -1], [1, 1]], 'f')
   b = np.arange(2 * 48, dtype='f').reshape(2, 48) / 50
   adapter.a.set_value(jnp.array(a))  # one layer's, as `walk` slices them
@@ -116,6 +115,32 @@ def test_merging_under_jit_on_a_mesh_equals_merging_on_the_host(params):
       lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, host
   )
   assert jax.tree.map(lambda x: x.sharding, got) == shardings
+
+
+def test_merging_changes_nothing_in_any_family():
+  """All that families add to a block, at once; each projection is adapted."""
+  config = resolve(
+      tiny.config(
+          lora=EVERY,
+          qk_norm=True,
+          post_norms=True,
+          unit_offset=True,
+          scaled_embeddings=True,
+          attention_cap=5.0,
+          logit_cap=3.0,
+          sliding_window=3,
+          sliding_layers=(0,),
+          activation='gelu_tanh',
+          tied_embeddings=False,
+      )
+  )
+  params = moved(config, transformer.init_params(config, 0, None, None))
+  got = logits(config, params)
+  np.testing.assert_allclose(
+      got, logits(*lora.merged(config, params)), atol=1e-5, rtol=0
+  )
+  _, stays = transformer.partition(config, params)
+  assert np.abs(got - logits(lora.without(config), stays)).max() > 0.01
 
 
 def test_a_merge_without_its_scale_is_seen(params, wanted):

@@ -17,6 +17,7 @@ import pytest
 from areal_jax import config
 from areal_jax.config import ConfigError
 from areal_jax.mesh.rules import Rules
+from areal_jax.models.config import LoraSettings
 from areal_jax.rollout import memory
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.evaluation import (
@@ -271,6 +272,22 @@ def test_evaluation_beside_training_holds_one_set_of_weights_more():
       )
   ]
   assert counts == [(1, 1), (2, 2), (3, 2)]
+
+
+def test_versions_of_adapters_share_their_base():
+  adapted = tiny.config(lora=LoraSettings(projections=('query',), rank=2))
+  adapters = 2 * (32 * 2 + 2 * 32) * 4
+  base = sum(x.nbytes for x in jax.tree.leaves(tiny.params()))
+  apart = memory.estimate(
+      Engine(adapted, ENGINE, tiny.mesh(), Rules()), '', trains=True, pins=True
+  )
+  assert (apart.weights, apart.shared) == (adapters, base)
+  merged = memory.estimate(
+      Engine(tiny.config(), ENGINE, tiny.mesh(), Rules()),
+      '', trains=True, pins=True, merges=adapted,
+  )  # fmt: skip
+  assert (merged.weights, merged.shared) == (base, base)
+  assert merged.total - apart.total == 3 * (base - adapters)
 
 
 # Evaluators on real engines.
