@@ -9,6 +9,7 @@ import pytest
 
 from areal_jax import session
 from areal_jax.config import ConfigError
+from areal_jax.experiment import prepare, served_policy
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import lora, peft, transformer
@@ -181,6 +182,30 @@ def test_another_run_begins_where_this_one_ended(whole, again):
       _, got = lora.merged(config, params)
   jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, wanted
+  )
+
+
+@pytest.mark.parametrize('merge', [False, True])
+def test_a_base_and_a_peft_folder_are_served_as_the_trained_policy(
+    whole, tmp_path, merge
+):
+  plain, base = base_of(whole)
+  hf.save_hf(tmp_path / 'base', plain, base)
+  prepared = prepare(
+      settings(
+          tmp_path,
+          policy__path=str(tmp_path / 'base'),
+          policy__adapter=str(whole.folder / run_folder.ADAPTER),
+          tokenizer__path=str(whole.folder),
+          rollout__merge_adapters=merge,
+      )
+  )
+  shape, params = served_policy(prepared, tiny.mesh(), Rules())
+  assert bool(shape.lora.projections) != merge
+  jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+      lora.merged(shape, params)[1],
+      policy_of(whole),
   )
 
 
