@@ -12,7 +12,7 @@ from areal_jax.config import ConfigError
 from areal_jax.experiment import prepare, served_policy
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import lora, peft, transformer
+from areal_jax.models import hf, lora, peft, transformer
 from areal_jax.models.config import LoraSettings
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
