@@ -1,11 +1,14 @@
 """Finished groups that wait for training, and the order in which they leave.
 
-Three staleness policies, all bounded by the ledger at admission:
+Four staleness policies, all bounded by the ledger at admission:
 
 * `soft`: oldest finished group first. Fast; ages may exceed η (a slow group is
   overtaken), the excess is reported.
 * `drop`: the same, but a group whose oldest token is more than η versions old
   leaves untrained, counted as stale.
+* `mask`: like `soft`, and the trainer takes tokens that are more than η
+  versions old out of the loss; their group is trained with what is left of it,
+  and its rewards are compared as they are.
 * `fifo`: strictly in the order of admission. No token older than η, at the
   price of waiting for the slowest.
 
@@ -20,7 +23,7 @@ from typing import Literal
 
 from areal_jax.types import Group
 
-StalenessPolicy = Literal['soft', 'drop', 'fifo']
+StalenessPolicy = Literal['soft', 'drop', 'mask', 'fifo']
 
 
 class GroupBuffer:

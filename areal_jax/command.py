@@ -22,6 +22,7 @@ from typing import Any, Callable, Sequence
 from absl import flags, logging
 from ml_collections import config_flags
 
+from areal_jax.cluster.signals import Interrupted
 from areal_jax.config import ConfigError, from_dict, require, unknown_field
 from areal_jax.sandbox.call import call
 from areal_jax.telemetry import run_folder
@@ -131,13 +132,17 @@ def point_to_run(experiment: Experiment, folder: str) -> None:
 def exit_code(work: Callable[..., Any], *args: Any) -> int:
   """Does the work of a command; returns its exit code.
 
-  0 done, 2 a mistake in the settings, 130 interrupted; whatever else goes wrong
-  passes through and ends the program with its traceback and code 1.
+  0 done, 2 a mistake in the settings, 130 ended by SIGINT, 143 by SIGTERM;
+  whatever else goes wrong passes through and ends the program with its
+  traceback and code 1.
   """
   try:
     work(*args)
   except ConfigError as error:
     return complain(error)
+  except Interrupted as error:
+    print(error, file=sys.stderr)
+    return error.code
   except KeyboardInterrupt:
     print('interrupted', file=sys.stderr)
     return 130

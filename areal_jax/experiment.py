@@ -38,6 +38,7 @@ from areal_jax.models.config import ModelConfig, config_to_hf
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
 from areal_jax.rollout.evaluation import EvaluationSettings
+from areal_jax.rollout.failures import FailureSettings
 from areal_jax.rollout.loop import SwapMode
 from areal_jax.sandbox.call import load_function
 from areal_jax.telemetry.profiling import ProfilingSettings
@@ -275,6 +276,7 @@ class Experiment:
       goes on from there.
     profiling: which steps are profiled, and what a signal asks for.
     checkpoint: when the state of the run is saved, and what is kept.
+    failures: what becomes of them by kind, and when silence is told.
   """
 
   algorithm: str = ''
@@ -311,6 +313,7 @@ class Experiment:
   evaluation: EvaluationSettings = dataclasses.field(
       default_factory=EvaluationSettings
   )
+  failures: FailureSettings = dataclasses.field(default_factory=FailureSettings)
 
   def validate(self, at: str) -> None:
     single = not set(self.name) & set('/\\\0')

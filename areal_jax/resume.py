@@ -471,6 +471,10 @@ class Keeper:
           metric=metrics.get(self._settings.keep_best),
       )
 
+  def explain(self) -> str:
+    """What is being written, for how long; any thread may ask."""
+    return self._checkpointer.explain()
+
   def rate(self, step: int, metrics: Mapping[str, float]) -> None:
     """Takes in metrics of a version that came after it was saved."""
     if self._settings.keep_best in metrics:

@@ -21,8 +21,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import json
+import math
 import pathlib
 import random
 import sys
@@ -40,11 +42,14 @@ from areal_jax.cluster.evaluations import Evaluations
 from areal_jax.cluster.local import (
     AsyncThread,
     Rollout,
+    Stalled,
     build_evaluator,
     build_rollout,
     pinned_weights,
     require_memory,
 )
+from areal_jax.cluster.signals import Interrupted, Signals
+from areal_jax.cluster.watchdog import Watchdog
 from areal_jax.data.stream import ProblemStream
 from areal_jax.experiment import (
     Experiment,
@@ -63,7 +68,7 @@ from areal_jax.models import hf, lora, peft, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.resume import Carried, Start
 from areal_jax.rewards.scorer import Scorer
-from areal_jax.rollout.controller import Controller, Snapshot
+from areal_jax.rollout.controller import Controller, Costs, Snapshot
 from areal_jax.rollout.evaluation import Evaluation, table_text
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry import plots, run_folder, trace
@@ -102,10 +107,18 @@ class Cut:
   Attributes:
     snapshot: of the controller.
     events: bytes of events.jsonl that speak of no later time.
+    costs: of the controller.
   """
 
   snapshot: Snapshot
   events: int
+  costs: Costs
+
+
+def cut_at(controller: Controller, events: EventLog) -> Cut:
+  """The run as it is; call it on the controller's event loop."""
+  costs = dataclasses.replace(controller.costs)
+  return Cut(controller.snapshot(), events.offset(), costs)
 
 
 def run(experiment: Experiment) -> Result:
@@ -113,6 +126,7 @@ def run(experiment: Experiment) -> Result:
 
   Raises:
     ConfigError: a mistake in the settings; nothing was written.
+    Interrupted: SIGTERM or SIGINT; saved, if training had begun.
     BaseException: what ended the run; its folder holds all until then.
   """
   started = time.monotonic()
@@ -128,6 +142,7 @@ def run(experiment: Experiment) -> Result:
   slices = cut(devices, settings.mesh)
   rules = Rules()
   with contextlib.ExitStack() as stack:
+    signals = stack.enter_context(Signals())
     params, left = _first_params(prepared, start, slices, rules)
     require_memory(
         prepared.model,
@@ -150,7 +165,9 @@ def run(experiment: Experiment) -> Result:
     if folder is None:
       folder = run_folder.new_run_folder(settings.output, settings.name)
     session = stack.enter_context(
-        Session(prepared, slices, rules, folder, started, start, carried)
+        Session(
+            prepared, slices, rules, folder, started, start, carried, signals
+        )
     )
     session.tell_start(left)
     return Result(folder, session.run(params))
@@ -215,6 +232,7 @@ class Session:
     started: monotonic second at which the run began.
     start: where it begins.
     carried: what it carries on from there; None from the beginning.
+    signals: entered already.
 
   Raises:
     ConfigError: the checkpoint is of other problems.
@@ -229,6 +247,7 @@ class Session:
       started: float,
       start: Start,
       carried: Carried | None,
+      signals: Signals,
   ):
     settings = prepared.settings
     self._prepared = prepared
@@ -239,6 +258,10 @@ class Session:
     self._started = started
     self._start = start
     self._carried = carried
+    self._signals = signals
+    self._controller: Controller | None = None
+    self._saved: int | None = None if start.saved is None else start.saved.step
+    self._deaths = 0  # of engines, as far as they are told
     self._evaluating: int | None = None  # version
     self._stack = contextlib.ExitStack()
     self._compilations = CompilationCounter()
@@ -276,6 +299,8 @@ class Session:
       (folder / name).parent.mkdir(exist_ok=True)
       (folder / name).write_bytes(content)
     stack.callback(self._progress.close)
+    self._watchdog = self._build_watchdog()
+    stack.callback(self._watchdog.stop)
     self._compilations.install()
     stack.callback(self._compilations.uninstall)
     self._events = stack.enter_context(
@@ -333,6 +358,18 @@ class Session:
         tokenizer=self._prepared.tokenizer,
         dtype=rollout.dtype or None,
         merge=rollout.merge_adapters,
+        restarts=self._settings.failures.restarts,
+    )
+
+  def _build_watchdog(self) -> Watchdog:
+    return Watchdog(
+        progress=self._moved,
+        report=self._report,
+        tell=self._tell_silence,
+        expire=self._expire,
+        quiet_s=self._settings.failures.quiet_s,
+        # Waits for groups end by themselves; this is for what does not.
+        limit_s=self._settings.rollout.wait_s + 30,
     )
 
   def _build_keeper(self) -> resume.Keeper:
@@ -370,6 +407,44 @@ class Session:
         done=self._record_evaluation,
         wait_s=settings.rollout.wait_s,
     )
+
+  # Silence. These are called in the watchdog's thread.
+
+  def _moved(self) -> tuple[Any, ...]:
+    """Whatever changes as soon as something moves."""
+    controller = self._controller
+    return (
+        controller and (controller.answers, controller.ledger.drawn),
+        *(loop.counts.tokens for loop in self._rollout.loops),
+        *(loop.counts.tokens for loop in self._evaluator.loops),
+        *self._scorer.counts.values(),
+        *self._judge.counts.values(),
+    )
+
+  def _report(self) -> str:
+    """Who waits for whom."""
+    controller = self._controller
+    parts = [
+        controller.explain() if controller else 'no group has been drawn yet',
+        self._rollout.explain(),
+        self._evaluator.explain(),
+        f'training: {self._scorer.explain()}',
+        f'evaluation: {self._judge.explain()}',
+        self._keeper.explain(),
+    ]
+    return '\n'.join(f'  {part}' for part in parts)
+
+  def _tell_silence(self, text: str) -> None:
+    self._progress.note(text)
+    self._events.instant('silence', 'watchdog', reason=text)
+
+  def _expire(self, text: str) -> None:
+    with open(self._folder / run_folder.STACKS, 'w') as file:
+      faulthandler.dump_traceback(file)
+    self._progress.note(
+        f'the run is given up; what each thread does: {run_folder.STACKS}'
+    )
+    self._signals.expire(Stalled(text))
 
   # The walk.
 
@@ -409,6 +484,7 @@ class Session:
 
   def run(self, params: Any) -> dict[str, Any]:
     """Warm start, evaluation, training, evaluation; returns the summary."""
+    rollout = self._settings.rollout
     if self._carried is None:
       params = self._warm_start(params)
     trainer = Trainer(
@@ -421,41 +497,73 @@ class Session:
             self._prepared, self._slices.train, self._rules
         ),
         seed=self._settings.seed,
+        max_age=rollout.eta if rollout.staleness == 'mask' else math.inf,
     )
     if self._carried is not None:
       self._restore(trainer)
     handle = self._warm_up(trainer)
+    self._watchdog.at('evaluates the policy before training')
+    self._watchdog.start()
     self._before = self._evaluate_before(trainer.version)
     self._compilations.mark_warm()
     for loop in self._rollout.loops:
       loop.start()
     handle.wait(60)
-    controller = self._controller()
+    controller = self._controller = self._build_controller()
     book = Book(time.monotonic(), self._rollout)
     if self._carried is not None:
       controller.restore(self._carried.snapshot)  # its loop is idle
+      controller.costs = Costs(**self._carried.sums.get('costs', {}))
       book.restore(self._carried.sums['book'])
       if self._carried.evaluation['running'] == trainer.version:
         self._evaluate_beside(trainer.version)
     self._async.call(controller.start)
     try:
-      while trainer.version < self._settings.steps:
-        with self._profiler.step(trainer.version + 1):
-          cut, metrics = self._step(trainer, controller, book)
-        self._evaluate_if_due(trainer.version)
-        if cut is not None:
-          self._save(trainer, cut, metrics, book)
-        self._keeper.look()
+      with self._signals.held():
+        while trainer.version < self._settings.steps:
+          self._signals.check()
+          with self._profiler.step(trainer.version + 1):
+            cut, metrics = self._step(trainer, controller, book)
+          self._evaluate_if_due(trainer.version)
+          if cut is not None:
+            self._save(trainer, cut, metrics, book)
+          self._keeper.look()
+    except Interrupted as interrupted:
+      self._save_before_leaving(trainer, controller, book, interrupted)
+      raise
     finally:
       book.stop()
+      self._watchdog.at('gives up what is under way')
       self._async.run(controller.stop(), timeout_s=60)
+    self._watchdog.at('waits for the engines to end')
     self._rollout.stop()
+    self._watchdog.at('waits for the evaluation that runs')
     self._evaluations.wait()
+    self._watchdog.at('evaluates the policy after training')
     after = self._evaluate(trainer.version)
+    self._watchdog.at('writes down the policy and the summary')
     self._export(trainer.params)
     self._keeper.finish()
     self._export_best()
     return self._finish(controller, book, after)
+
+  def _save_before_leaving(
+      self,
+      trainer: Trainer,
+      controller: Controller,
+      book: Book,
+      why: Interrupted,
+  ) -> None:
+    """Saves the version published last, if it is not saved already."""
+    version = trainer.version
+    if version != self._saved:
+      cut = self._async.call(cut_at, controller, self._events)
+      self._save(trainer, cut, {}, book)
+    self._watchdog.at(f'waits for the checkpoint of step {version}')
+    self._keeper.finish()
+    self._progress.note(
+        f'{why} at step {version}; --config.resume=auto goes on from there'
+    )
 
   def _restore(self, trainer: Trainer) -> None:
     """Puts everything but the controller where the checkpoint left it."""
@@ -474,6 +582,7 @@ class Session:
       book: Book,
   ) -> None:
     """Saves the version that was published last."""
+    self._watchdog.at(f'saves step {trainer.version}')
     carried = Carried(
         snapshot=cut.snapshot,
         shuffle=self._shuffle.getstate(),
@@ -492,11 +601,13 @@ class Session:
         },
         sums={
             'book': book.state(),
+            'costs': dataclasses.asdict(cut.costs),
             'rewards': dict(self._scorer.counts),
             'seconds': self._seconds,
         },
     )
     self._keeper.save(trainer.version, trainer.state, carried, metrics)
+    self._saved = trainer.version
 
   def _export_best(self) -> None:
     best, metric = self._keeper.best(), self._settings.checkpoint.keep_best
@@ -564,16 +675,19 @@ class Session:
     """
     start = time.monotonic()
     version = trainer.version
+    batch = self._settings.rollout.batch_size
+    self._watchdog.at(f'step {version + 1}: waits for {batch} groups')
     with self._events.span('wait', 'train', version=version):
       groups = self._async.run(
-          controller.next_batch(self._settings.rollout.batch_size),
+          controller.next_batch(batch),
           timeout_s=self._settings.rollout.wait_s,
-          explain=controller.explain,
+          explain=self._report,
           check=self._check,
       )
     book.waited += time.monotonic() - start
     if self._settings.shuffle_rewards:
       groups = shuffle_rewards(groups, self._shuffle)
+    self._watchdog.at(f'step {version + 1}: trains and publishes')
     with self._turns or contextlib.nullcontext():
       with self._events.span('step', 'train', version=version) as fields:
         values = trainer.step(groups)
@@ -599,12 +713,26 @@ class Session:
     controller.published(version)
     if not look:
       return None
-    return Cut(controller.snapshot(), self._events.offset())
+    return cut_at(controller, self._events)
 
   def _check(self) -> None:
-    """Raises what ended an engine or an evaluation, if one has ended so."""
+    """Raises what ended an engine or an evaluation, or that a signal came."""
+    self._signals.check()
+    self._tell_deaths()
     self._rollout.check()
     self._evaluations.check()
+
+  def _tell_deaths(self) -> None:
+    """Says which engines began anew since this was called last."""
+    if self._rollout.deaths == self._deaths:
+      return
+    self._deaths = self._rollout.deaths
+    for loop in self._rollout.loops:
+      if loop.last_death:
+        self._progress.note(
+            f'engine {loop.name} died ({loop.last_death}), for the'
+            f' {loop.counts.deaths}. time; it began anew'
+        )
 
   def _evaluate(self, version: int) -> Evaluation:
     """Evaluates the version published last and waits for the result."""
@@ -690,7 +818,7 @@ class Session:
       fields['status'] = result.status.value
     return result
 
-  def _controller(self) -> Controller:
+  def _build_controller(self) -> Controller:
     rollout = self._settings.rollout
     return Controller(
         draws=self._draws,
@@ -704,6 +832,7 @@ class Session:
         observe=lambda kind, draw_index, **fields: self._events.instant(
             kind, 'data', draw_index=draw_index, **fields
         ),
+        failures=self._settings.failures,
         informative=scores_differ if rollout.dynamic_sampling else None,
         uninformative_limit=(
             rollout.dynamic_sampling_tries * rollout.batch_size
@@ -721,6 +850,7 @@ class Session:
       book: Book,
       seconds: float,
   ) -> None:
+    self._tell_deaths()
     book.add(values)
     rows = dict(values)
     rows.pop('trained_tokens')
@@ -732,6 +862,9 @@ class Session:
         'trained': flow.trained,
         'dropped': sum(flow.dropped.values()),
         'dropped_uninformative': flow.dropped[DropReason.UNINFORMATIVE],
+        'dropped_stale': flow.dropped[DropReason.STALE],
+        'dropped_tokens': controller.costs.dropped_tokens,
+        'length_bias': controller.costs.length_bias,
         'in_flight': flow.outstanding,
         'running': flow.running,
         'ready': flow.ready,
@@ -739,6 +872,9 @@ class Session:
         'reward_errors': counts['error'],
         'reward_timeouts': counts['timeout'],
         'reward_unparseable': counts['unparseable'],
+        'retried_members': controller.retried_members,
+        'engine_deaths': self._rollout.deaths,
+        'silences': self._watchdog.told,
         'step_s': seconds,
         'peak_rss_bytes': run_folder.peak_rss_bytes(),
         'recompiles': self._compilations.since_warm,
@@ -822,10 +958,15 @@ class Session:
         'dropped': sum(ledger.dropped.values()),
         'left_out': dict(self._prepared.left_out),
         'dropped_by_reason': {r.value: n for r, n in ledger.dropped.items()},
+        'dropped_tokens': controller.costs.dropped_tokens,
+        'length_bias': controller.costs.length_bias,
         'in_flight': ledger.outstanding,
         'ready_pauses': controller.ready_pauses,
         'events_lost': self._events.lost,
         'failed_members': controller.failed_members,
+        'retried_members': controller.retried_members,
+        'engine_deaths': self._rollout.deaths,
+        'silences': self._watchdog.told,
         'rewards': dict(self._scorer.counts),
         **book.summary(),
         'recompiles_after_warmup': self._compilations.since_warm,

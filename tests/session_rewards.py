@@ -1,5 +1,7 @@
 """Rewards that a policy of random weights can earn, for runs in tests."""
 
+import zlib
+
 
 def ones(problem, text):
   """Share of the characters that are '1'."""
@@ -11,6 +13,14 @@ def fails_for_even_sums(problem, text):
   """Raises for some problems, scores the others."""
   if int(problem.answer.rstrip('.').split(';')[-1]) % 2 == 0:
     raise ZeroDivisionError('even')
+  return ones(problem, text)
+
+
+def hangs_in_training(problem, text):
+  """Never returns for one answer in some sixteen of the training problems."""
+  if '/train/' in problem.id and zlib.crc32(text.encode()) % 16 == 0:
+    while True:
+      pass
   return ones(problem, text)
 
 

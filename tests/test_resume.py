@@ -431,6 +431,55 @@ def get_config():
 """
 
 
+def test_signal_saves_and_the_run_goes_on_without_loss(tmp_path):
+  """SIGTERM between two checkpoints: saved, exit code 143, nothing repeated."""
+  config = CONFIG.replace('every=2', 'every=0')
+  (tmp_path / 'config.py').write_text(config)
+  with open(tmp_path / 'said', 'wb') as said:
+    child = subprocess.Popen(
+        [sys.executable, '-m', 'areal_jax.run',
+         f'--config={tmp_path}/config.py'],
+        cwd=ROOT,
+        stdout=said,
+        stderr=said,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    )  # fmt: skip
+    try:
+      end = time.monotonic() + 120
+      log = tmp_path / 'run/metrics.jsonl'
+      while not log.exists() or len(log.read_text().splitlines()) < 4:
+        assert child.poll() is None, (tmp_path / 'said').read_text()
+        assert time.monotonic() < end, (tmp_path / 'said').read_text()
+        time.sleep(0.01)
+      child.terminate()
+      code = child.wait(60)
+    finally:
+      child.kill()
+      child.wait()
+  text = (tmp_path / 'said').read_text()
+  assert code == 143, text
+  assert 'SIGTERM: the run saves and ends' in text
+  start = resume.find('auto', str(tmp_path), 'run', '')
+  assert f'ended by SIGTERM at step {start.saved.step}' in text
+  told = read_jsonl(tmp_path / 'run/metrics.jsonl')
+  assert told[-1]['step'] == start.saved.step  # no step is lost
+  result = session.run(
+      experiment(
+          tmp_path,
+          steps=start.saved.step + 3,
+          rollout__eta=2.0,
+          rollout__staleness='fifo',
+          task__train_problems=64,
+          resume='auto',
+      )
+  )
+  trained = [
+      (s['draw_index'], s['sample'])
+      for s in read_jsonl(result.folder / 'samples.jsonl')
+  ]
+  assert len(trained) == len(set(trained)) == 4 * 4 * (start.saved.step + 3)
+
+
 def test_killed_run_goes_on_and_trains_every_problem_once(tmp_path):
   """CASES A17 with a real process: kill -9 while it saves every other step."""
   (tmp_path / 'config.py').write_text(CONFIG)

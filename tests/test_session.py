@@ -9,6 +9,7 @@ import dataclasses
 import json
 import random
 import threading
+import time
 
 import jax
 import numpy as np
@@ -33,9 +34,10 @@ from areal_jax.models import hf, transformer
 from areal_jax.models.config import ModelConfig, MoeSettings
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout import client
-from areal_jax.rollout.controller import TooManyFailures
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.evaluation import EvaluationSettings
+from areal_jax.rollout.failures import TooManyFailures
+from areal_jax.rollout.loop import EngineLoop, EngineStopped
 from areal_jax.rollout.workflow import answer_of, trajectory
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
@@ -632,6 +634,80 @@ def test_stalled_wait_says_who_waits_for_whom(tmp_path, monkeypatch):
   monkeypatch.setattr(client.EngineClient, 'generate', only_evaluation)
   with pytest.raises(Stalled, match=r'3 groups running \(draws 0, 1, 2\)'):
     session.run(settings)
+
+
+def fails_in_training(monkeypatch, numbers):
+  """Those calls of the training engine's decode step raise."""
+  step, calls = Engine.generate_steps, iter(range(1, 10**6))
+
+  def dying(self, params, state, k):
+    training = threading.current_thread().name.startswith('engine-0')
+    if training and next(calls) in numbers:
+      raise ConnectionError('the device went away')
+    return step(self, params, state, k)
+
+  monkeypatch.setattr(Engine, 'generate_steps', dying)
+
+
+def test_engine_that_dies_changes_no_bit_of_the_run(
+    synchronous, tmp_path, monkeypatch, capsys
+):
+  fails_in_training(monkeypatch, {5, 20})
+  result = session.run(experiment(tmp_path))
+  assert_same_bits(policy_of(synchronous), policy_of(result))
+  assert result.summary['engine_deaths'] == 2
+  assert 'engine 0 died (ConnectionError: the device' in capsys.readouterr().err
+
+
+def test_engine_that_dies_ends_the_run_within_two_seconds_if_so_set(
+    tmp_path, monkeypatch
+):
+  fails_in_training(monkeypatch, {5})
+  died = []
+  ended = EngineLoop._ended
+
+  def timed(self, thread):
+    died.append(time.monotonic())
+    ended(self, thread)
+
+  monkeypatch.setattr(EngineLoop, '_ended', timed)
+  told = []
+  check = session.Session._check
+
+  def checked(self):
+    try:
+      check(self)
+    except ConnectionError:
+      told.append(time.monotonic())
+      raise
+
+  monkeypatch.setattr(session.Session, '_check', checked)
+  with pytest.raises((ConnectionError, EngineStopped)) as caught:
+    session.run(experiment(tmp_path, failures__engine='stop'))
+  assert 'went away' in str(caught.value) + str(caught.value.__cause__)
+  assert all(seen - died[0] < 2 for seen in told)
+
+
+def test_silence_is_told_with_the_reward_that_hangs(tmp_path, capsys):
+  """The hanging answer is killed, counted, and never scored 0."""
+  result = session.run(
+      experiment(
+          tmp_path,
+          steps=2,
+          reward__function='tests.session_rewards:hangs_in_training',
+          reward__timeout_s=2.5,
+          failures__quiet_s=0.7,
+      )
+  )
+  said = capsys.readouterr().err
+  assert 'nothing has moved for' in said
+  assert 'waits for 4 groups' in said
+  assert '1 reward jobs of tests.session_rewards:hangs_in_training' in said
+  summary = result.summary
+  assert summary['silences'] >= 1 and summary['rewards']['timeout'] >= 1
+  assert summary['failed_members'] == summary['rewards']['timeout']
+  scored = rows_of(result, 'samples.jsonl')
+  assert len(scored) == 2 * 16 - summary['failed_members']
 
 
 def test_shuffled_rewards_are_the_same_rewards():

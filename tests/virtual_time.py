@@ -42,7 +42,13 @@ def run(coroutine):
   try:
     return loop.run_until_complete(coroutine)
   finally:
-    for task in asyncio.all_tasks(loop):
-      task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
+    loop.run_until_complete(_cancel_others())
     loop.close()
+
+
+async def _cancel_others():
+  """Ends what still runs, so that nothing is left when the loop closes."""
+  others = asyncio.all_tasks() - {asyncio.current_task()}
+  for task in others:
+    task.cancel()
+  await asyncio.gather(*others, return_exceptions=True)

@@ -37,6 +37,7 @@ T = TypeVar('T')
 AsyncFuture = concurrent.futures.Future
 
 _LOOK_SECONDS = 0.5  # how often a wait looks whether an engine has died
+_CALL_SECONDS = 60.0  # for a plain function on an event loop
 
 
 class Stalled(TimeoutError):
@@ -79,7 +80,7 @@ class AsyncThread:
     Args:
       future: what `spawn` returned.
       timeout_s: longest wait.
-      explain: called on the loop when the time is over, for the message.
+      explain: called in this thread when the time is over, for the message.
       check: called every half second in this thread; may raise.
 
     Raises:
@@ -96,7 +97,8 @@ class AsyncThread:
           return future.result()
         check()
         if time.monotonic() >= end:
-          reason = self.call(explain)
+          # Here and not on the loop: the loop may be what hangs.
+          reason = explain()
           raise Stalled(f'no result after {timeout_s:g} s; {reason}')
     finally:
       future.cancel()
@@ -106,12 +108,22 @@ class AsyncThread:
     return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
   def call(self, function: Callable[..., T], *arguments: Any) -> T:
-    """Runs a plain function on the loop and returns its result."""
+    """Runs a plain function on the loop and returns its result.
+
+    Raises:
+      Stalled: the loop does not come to it for a minute.
+    """
 
     async def once() -> T:
       return function(*arguments)
 
-    return asyncio.run_coroutine_threadsafe(once(), self._loop).result()
+    try:
+      return self.spawn(once()).result(_CALL_SECONDS)
+    except concurrent.futures.TimeoutError as error:
+      raise Stalled(
+          f'the event loop {self._thread.name!r} has not answered for'
+          f' {_CALL_SECONDS:g} s: a call on it does not return'
+      ) from error
 
   def stop(self) -> None:
     """Cancels what still runs on the loop, lets it wind up, ends the loop."""
@@ -145,9 +157,18 @@ class Rollout:
       if failure is not None:
         raise failure
 
+  def explain(self) -> str:
+    """What each engine does and who waits for it, in lines."""
+    return '\n  '.join(loop.explain() for loop in self.loops)
+
   def stop(self) -> None:
     for loop in self.loops:
       loop.stop()
+
+  @property
+  def deaths(self) -> int:
+    """Times that a thread of an engine died so far."""
+    return sum(loop.counts.deaths for loop in self.loops)
 
   @property
   def tokens(self) -> int:
@@ -177,6 +198,7 @@ def build_rollout(
     tokenizer: Tokenizer,
     dtype: str | None = None,
     merge: bool = False,
+    restarts: int = 0,
 ) -> Rollout:
   """One engine and loop for each rollout mesh, and what joins them.
 
@@ -191,6 +213,7 @@ def build_rollout(
     dtype: of the weights on the rollout side; None to leave it.
     merge: whether adapters are merged where they arrive, so that engines run a
       policy without any.
+    restarts: times that the thread of each may begin anew after an exception.
   """
   served = lora.without(config) if merge else config
   loops, targets = [], []
@@ -208,6 +231,7 @@ def build_rollout(
             events=events,
             dispatch_lock=dispatch_lock or pair,
             tokenizer=tokenizer,
+            restarts=restarts,
         )
     )
     shardings, finish = engine.param_shardings, None
@@ -239,6 +263,7 @@ def build_evaluator(rollout: Rollout, events: EventLog) -> Evaluator:
               dispatch_lock=loop.dispatch_lock,
               tokenizer=loop.tokenizer,
               lane=f'evaluate/{loop.name}',
+              restarts=loop.restarts,
           )
           for loop in rollout.loops
       ]

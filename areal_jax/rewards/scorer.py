@@ -9,8 +9,10 @@ score.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import threading
+import time
 
 from areal_jax.config import require
 from areal_jax.rewards import base
@@ -67,6 +69,9 @@ class Scorer:
     base.load_reward(spec)
     self.spec = spec
     self.counts = {status.value: 0 for status in RewardStatus}
+    # What is scored, and since when, in the order of asking.
+    self._jobs: dict[int, tuple[str, float]] = {}
+    self._numbers = itertools.count()
     self._counting = threading.Lock()  # several event loops may share a scorer
     # The reward's module may take seconds to import; the fork server does it
     # once, so that a worker that replaces a killed one has it at once.
@@ -80,7 +85,12 @@ class Scorer:
 
   async def __call__(self, problem: Problem, text: str) -> RewardResult:
     """Scores the text that the policy wrote, without the prompt."""
-    outcome = await self._pool.run(base.apply, self.spec, problem, text)
+    job = next(self._numbers)
+    self._jobs[job] = (problem.id, time.monotonic())
+    try:
+      outcome = await self._pool.run(base.apply, self.spec, problem, text)
+    finally:
+      del self._jobs[job]
     if outcome.status == 'ok':
       status, score, parts, detail = outcome.value
     else:
@@ -89,6 +99,16 @@ class Scorer:
       self.counts[status] += 1
     return RewardResult(
         RewardStatus(status), score, parts, detail, outcome.seconds
+    )
+
+  def explain(self) -> str:
+    """What is being scored, the oldest first; any thread may ask."""
+    now = time.monotonic()
+    jobs = list(self._jobs.values())
+    oldest = ', '.join(f'{p} for {now - since:.1f} s' for p, since in jobs[:8])
+    return (
+        f'{len(jobs)} reward jobs of {self.spec} waiting or running (each may'
+        f' run {self._pool.timeout_s:g} s){": " if jobs else ""}{oldest}'
     )
 
   def close(self) -> None:

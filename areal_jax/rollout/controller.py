@@ -21,8 +21,17 @@ import math
 from typing import Any, Callable, Iterator, Mapping, Protocol
 
 from areal_jax.ledger import Ledger
+from areal_jax.rollout.failures import Breaker, FailureSettings
 from areal_jax.rollout.workflow import MemberFailed, Workflow
-from areal_jax.types import Draw, DropReason, Group, Trajectory
+from areal_jax.types import (
+    Draw,
+    DropReason,
+    Group,
+    RewardStatus,
+    Trajectory,
+)
+
+_SHOWN = 8  # of what an explanation lists
 
 
 class Draws(Protocol):
@@ -62,8 +71,41 @@ class Buffer(Protocol):
     ...
 
 
-class TooManyFailures(RuntimeError):
-  """Group after group has no scored member; the last reason is in the text."""
+@dataclasses.dataclass
+class Costs:
+  """Answers and their sampled tokens whose groups have left the controller.
+
+  Attributes:
+    trained_answers: in groups that were trained.
+    trained_tokens: sampled for them.
+    dropped_answers: in groups that were dropped.
+    dropped_tokens: sampled for them.
+  """
+
+  trained_answers: int = 0
+  trained_tokens: int = 0
+  dropped_answers: int = 0
+  dropped_tokens: int = 0
+
+  def add(self, group: Group, *, trained: bool) -> None:
+    """Counts a group that leaves."""
+    answers = len(group.trajectories)
+    tokens = sum(int((t.versions >= 0).sum()) for t in group.trajectories)
+    if trained:
+      self.trained_answers += answers
+      self.trained_tokens += tokens
+    else:
+      self.dropped_answers += answers
+      self.dropped_tokens += tokens
+
+  @property
+  def length_bias(self) -> float:
+    """Mean length of trained answers over that of all that left, less 1."""
+    answers = self.trained_answers + self.dropped_answers
+    tokens = self.trained_tokens + self.dropped_tokens
+    if not (self.trained_answers and tokens):
+      return 0.0
+    return (self.trained_tokens / self.trained_answers) / (tokens / answers) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +145,8 @@ class Controller:
       wait than it and those that were under way. At least the size of a batch,
       or none is ever complete.
     observe: called with (kind, draw_index, fields) for the event log.
-    failure_limit: groups in a row without a scored member that end the run.
+    failures: what becomes of answers that fail, and how many may; None for
+      the settings as they come.
     informative: whether a finished group may be trained. One that may not is
       dropped and counted, and its room goes to a further draw, so admission
       keeps its bound and every draw its one place. None to train all.
@@ -115,7 +158,10 @@ class Controller:
 
   Attributes:
     ledger: the counts.
+    costs: tokens by what became of them.
     failed_members: samples without a score so far.
+    retried_members: times that a sample was tried again.
+    answers: samples that came to an end, scored or not.
     ready_pauses: how often admission stopped for `max_ready` alone.
   """
 
@@ -131,12 +177,15 @@ class Controller:
       clock: Callable[[], float],
       max_ready: float = math.inf,
       observe: Callable[..., None] = lambda kind, draw_index, **fields: None,
-      failure_limit: int = 16,
+      failures: FailureSettings | None = None,
       informative: Callable[[Group], bool] | None = None,
       uninformative_limit: int = 0,
   ):
     self.ledger = ledger
+    self.costs = Costs()
     self.failed_members = 0
+    self.retried_members = 0
+    self.answers = 0
     self.ready_pauses = 0
     self._draws = draws
     self._workflow = workflow
@@ -146,16 +195,17 @@ class Controller:
     self._max_ready = max_ready
     self._clock = clock
     self._observe = observe
-    self._failure_limit = failure_limit
+    self._failures = failures or FailureSettings()
+    self._breaker = Breaker(self._failures)
     self._informative = informative
     self._uninformative_limit = uninformative_limit
     self._uninformative = 0  # dropped since the last version
     self._admitted = 0  # since the last version
-    self._failures_in_a_row = 0
-    self._last_failure = ''
     self._running: dict[int, tuple[Draw, asyncio.Task]] = {}
     # Answers that each running group waits for; one while it is put together.
     self._missing: dict[int, int] = {}
+    # The same by sample, and when the group was started.
+    self._members: dict[int, tuple[float, set[int]]] = {}
     # Draws of an earlier attempt, in flight in the ledger, still to be started.
     self._again: collections.deque[Draw] = collections.deque()
     self._training: list[Group] = []
@@ -224,14 +274,14 @@ class Controller:
     room goes to new draws.
 
     Raises:
-      TooManyFailures: rewards or answers fail one after another.
+      TooManyFailures: most of the last answers have no score.
       BaseException: what ended a workflow or the admission, as it was raised.
     """
     while True:
       if self._failure is not None:
         raise self._failure
       for group in self._buffer.stale(self.ledger.version):
-        self._drop(group.draw_index, DropReason.STALE, was='ready')
+        self._drop(group, DropReason.STALE, was='ready')
       batch = self._buffer.take(groups)
       if batch is not None:
         self.ledger.take(len(batch))
@@ -243,6 +293,8 @@ class Controller:
   def published(self, version: int) -> None:
     """The version trained from the groups in training is with the engines."""
     self.ledger.publish(version)
+    for group in self._training:
+      self.costs.add(group, trained=True)
     self._training = []
     self._uninformative = self._admitted = 0
     self._wake()
@@ -267,16 +319,29 @@ class Controller:
     )
 
   def explain(self) -> str:
-    """Who waits for whom, in one line."""
+    """Who waits for whom: the terms of the ledger, then groups by age.
+
+    Any thread may ask: what moves meanwhile may be told half.
+    """
     ledger = self.ledger
     running = sorted(self._running)
-    shown = ', '.join(map(str, running[:8])) + (' ...' if running[8:] else '')
-    return (
+    shown = ', '.join(map(str, running[:_SHOWN]))
+    shown += ' ...' if running[_SHOWN:] else ''
+    head = (
         f'version {ledger.version}: {ledger.running} groups running (draws'
         f' {shown or "none"}), {ledger.ready} ready, {ledger.training} in'
         f' training, limit {ledger.limit:g}; last failure:'
-        f' {self._last_failure or "none"}'
+        f' {self._breaker.last or "none"}'
     )
+    now = self._clock()
+    oldest = sorted(self._members.items(), key=lambda item: item[1][0])
+    lines = [
+        f'draw {draw} waits for samples {sorted(samples)} of'
+        f' {self._group_size}, for {now - since:.1f} s'
+        for draw, (since, samples) in oldest[:_SHOWN]
+        if samples
+    ]
+    return '\n    '.join([head, *lines])
 
   async def _admit(self) -> None:
     paused = False
@@ -308,6 +373,8 @@ class Controller:
     task.add_done_callback(self._task_done)
     self._running[draw.draw_index] = (draw, task)
     self._missing[draw.draw_index] = self._group_size
+    members = set(range(self._group_size))
+    self._members[draw.draw_index] = (self._clock(), members)
     self._observe(
         'admit',
         draw.draw_index,
@@ -329,21 +396,64 @@ class Controller:
         failed=tuple(o for o in outcomes if not isinstance(o, Trajectory)),
         admitted_version=version,
     )
-    del self._running[draw.draw_index], self._missing[draw.draw_index]
+    for held in (self._running, self._missing, self._members):
+      del held[draw.draw_index]
     self._finish(group, keep)
 
   async def _member(
       self, draw: Draw, sample: int, version: int
   ) -> Trajectory | tuple[int, str]:
     try:
-      return await self._workflow(draw, sample, version)
-    except MemberFailed as failure:
-      return sample, str(failure)
+      outcome = await self._tried(draw, sample, version)
     finally:
+      self.answers += 1
+      self._members[draw.draw_index][1].discard(sample)
       missing = self._missing[draw.draw_index]
       self._missing[draw.draw_index] = max(1, missing - 1)
       if self._has_room():
         self._wake()
+    failed = not isinstance(outcome, Trajectory)
+    self._breaker.record(
+        f'draw {draw.draw_index} sample {sample}: {outcome[1]}'
+        if failed
+        else None
+    )
+    return outcome
+
+  async def _tried(
+      self, draw: Draw, sample: int, version: int
+  ) -> Trajectory | tuple[int, str]:
+    """Runs the workflow, again if the policy says so; what came of it."""
+    for retry in range(self._failures.retries + 1):
+      again = dataclasses.replace(draw, attempt=draw.attempt + retry)
+      # Policies are for whatever a workflow may raise, so it is looked at as a
+      # result; being cancelled ourselves still raises.
+      (outcome,) = await asyncio.gather(
+          self._workflow(again, sample, version), return_exceptions=True
+      )
+      if not isinstance(outcome, BaseException):
+        return outcome
+      policy, reason = self._policy(outcome)
+      if policy == 'stop':
+        outcome.add_note(f'in draw {draw.draw_index} sample {sample}')
+        raise outcome
+      if policy == 'drop' or retry == self._failures.retries:
+        break
+      self.retried_members += 1
+      self._observe('retry', draw.draw_index, sample=sample, reason=reason)
+    return sample, reason
+
+  def _policy(self, failure: BaseException) -> tuple[str, str]:
+    """What becomes of an answer, and the reason that is told."""
+    if isinstance(failure, MemberFailed):
+      policy, said = self._failures.scoring, failure.trajectory
+      parsed = said and said.reward.status is not RewardStatus.UNPARSEABLE
+      # What the verifier cannot read it will not read the next time either.
+      return policy if parsed or said is None else 'drop', str(failure)
+    if isinstance(failure, Exception):
+      reason = f'{type(failure).__name__}: {failure}'
+      return self._failures.workflow, reason
+    return 'stop', ''
 
   def _has_room(self) -> bool:
     """Whether one group more may be under way."""
@@ -352,15 +462,14 @@ class Controller:
 
   def _finish(self, group: Group, keep: bool) -> None:
     self.failed_members += len(group.failed)
-    for sample, reason in group.failed:
-      self._last_failure = f'draw {group.draw_index} sample {sample}: {reason}'
-    if group.trajectories and not (keep or self._informative(group)):
-      self._failures_in_a_row = 0
+    if not group.trajectories:
+      self._buffer.forget(group.draw_index)
+      self._drop(group, DropReason.FAILED, was='running')
+    elif not (keep or self._informative(group)):
       self._uninformative += 1
       self._buffer.forget(group.draw_index)
-      self._drop(group.draw_index, DropReason.UNINFORMATIVE, was='running')
-    elif group.trajectories:
-      self._failures_in_a_row = 0
+      self._drop(group, DropReason.UNINFORMATIVE, was='running')
+    else:
       self.ledger.finish()
       self._buffer.put(group)
       self._observe(
@@ -370,22 +479,15 @@ class Controller:
           members=len(group.trajectories),
           failed=len(group.failed),
       )
-    else:
-      self._failures_in_a_row += 1
-      self._buffer.forget(group.draw_index)
-      self._drop(group.draw_index, DropReason.FAILED, was='running')
-      if self._failures_in_a_row >= self._failure_limit:
-        self._fail(
-            TooManyFailures(
-                f'{self._failures_in_a_row} groups in a row have no scored'
-                f' member; {self._last_failure}'
-            )
-        )
+    broken = self._breaker.tripped()
+    if broken is not None:
+      self._fail(broken)
     self._wake()
 
-  def _drop(self, draw_index: int, reason: DropReason, *, was: str) -> None:
+  def _drop(self, group: Group, reason: DropReason, *, was: str) -> None:
     self.ledger.drop(reason, was=was)
-    self._observe('drop', draw_index, reason=reason.value)
+    self.costs.add(group, trained=False)
+    self._observe('drop', group.draw_index, reason=reason.value)
     self._wake()
 
   def _task_done(self, task: asyncio.Task) -> None:

@@ -62,6 +62,10 @@ class Evaluator:
     for loop in self.loops:
       loop.stop()
 
+  def explain(self) -> str:
+    """What each loop does and who waits for it, in lines."""
+    return '\n  '.join(loop.explain() for loop in self.loops)
+
   def check(self) -> None:
     """Raises what ended a loop, if one has ended."""
     for loop in self.loops:

@@ -23,6 +23,11 @@ drawn behind it is discarded and counted, and the slot is released.
 A request admitted after weights were handed over never starts on older ones:
 while weights are pending nothing is admitted.
 
+A thread that dies of an exception begins anew, if it may: with a fresh decode
+state, the weights that it had (or was about to take), and all its requests from
+their first token. Sampling is keyed by position, so under the same weights they
+say what they would have said.
+
 Two loops may run one engine, each with a decode state and weights of its own:
 evaluation does so beside training, and nothing is compiled twice.
 """
@@ -50,6 +55,8 @@ from areal_jax.types import Completion, Request, StopReason
 SwapMode = Literal['recompute', 'keep', 'drain', 'restart']
 Params = Any
 
+_SHOWN = 8  # slots that an explanation lists
+
 
 class EngineStopped(RuntimeError):
   """The loop no longer runs; the cause is chained."""
@@ -74,6 +81,7 @@ class _Running:
   request: Request
   answer: Callable[[Completion | BaseException], None]
   stops: StopStrings | None  # None if it has no stop strings
+  since: float  # monotonic second at which it was asked, or begun anew
   ids: list[np.ndarray] = dataclasses.field(default_factory=list)
   logps: list[np.ndarray] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)  # a dispatch
@@ -99,6 +107,7 @@ class LoopCounts:
   prefill_tokens: int = 0
   idle_seconds: float = 0.0
   busy_slot_steps: int = 0
+  deaths: int = 0  # of the thread
 
 
 class EngineLoop:
@@ -115,6 +124,7 @@ class EngineLoop:
       with stop strings is refused.
     lane: the one lane that all spans go to; empty for one a kind, 'generate/0',
       'prefill/0' and so on.
+    restarts: times that the thread may begin anew after an exception.
   """
 
   def __init__(
@@ -127,12 +137,14 @@ class EngineLoop:
       dispatch_lock: contextlib.AbstractContextManager | None = None,
       tokenizer: Tokenizer | None = None,
       lane: str = '',
+      restarts: int = 0,
   ):
     self.engine = engine
     self.tokenizer = tokenizer
     self.name = name
     self.lane = lane
     self.swap_mode = swap
+    self.restarts = restarts
     self.events = events
     self.counts = LoopCounts()
     self.dispatch_lock = dispatch_lock or contextlib.nullcontext()
@@ -141,6 +153,7 @@ class EngineLoop:
     self._queue: collections.deque[_Running] = collections.deque()
     self._pending: tuple[Weights, Callable[[int], None]] | None = None
     self._forget = False
+    self._taking = None  # what was pending, until it has been swapped in
     self._newest = -1
     self._aborts: set[str] = set()
     self._stopping = False
@@ -151,6 +164,9 @@ class EngineLoop:
     self._prefix: tuple[int, tuple[int, ...], Prefix] | None = None
     self._executor: concurrent.futures.ThreadPoolExecutor | None = None
     self._thread: concurrent.futures.Future | None = None
+    self._failure: BaseException | None = None
+    self.last_death = ''  # why the thread died last
+    self._doing = ('nothing yet', time.monotonic())
 
   # Called from other threads.
 
@@ -219,10 +235,30 @@ class EngineLoop:
     return len(self._queue) + sum(s is not None for s in self._slots)
 
   def failure(self) -> BaseException | None:
-    """What ended the thread, if it ended by itself."""
-    if self._thread and self._thread.done():
-      return self._thread.exception()
-    return None
+    """What ended the thread, if it ended by itself and for good."""
+    return self._failure
+
+  def explain(self) -> str:
+    """What it does and who waits for it; any thread may ask."""
+    now = time.monotonic()
+    doing, since = self._doing
+    held, pending = self._weights, self._pending
+    waiting = list(self._queue)
+    runs = 'no weights' if held is None else f'version {held.version}'
+    awaited = f', version {pending[0].version} awaited' if pending else ''
+    head = (
+        f'engine {self.name}: {doing} for {now - since:.1f} s; {runs}{awaited};'
+        f' {len(waiting)} requests queued'
+    )
+    if waiting:
+      head += f', the oldest for {now - waiting[0].since:.1f} s'
+    lines = [
+        f'slot {slot}: {r.request.request_id}, {len(r)} tokens of at most'
+        f' {r.request.sampling.max_new_tokens}, for {now - r.since:.1f} s'
+        for slot, r in enumerate(list(self._slots))
+        if r is not None
+    ][:_SHOWN]
+    return '\n    '.join([head, *lines])
 
   # The thread.
 
@@ -230,16 +266,21 @@ class EngineLoop:
     with self.dispatch_lock:
       self._state = self.engine.init_decode_state()
     while self._wait_for_work():
-      self._give_up_aborted()
-      self._take_weights()
-      self._admit()
-      self._decode()
+      for doing, work in (
+          ('gives up requests', self._give_up_aborted),
+          ('takes new weights', self._take_weights),
+          ('prefills', self._admit),
+          ('decodes', self._decode),
+      ):
+        self._doing = (doing, time.monotonic())
+        work()
 
   def _wait_for_work(self) -> bool:
     """Blocks while there is nothing to do; false when the loop shall end."""
     with self._wake:
       if self._idle():
         start = time.monotonic()
+        self._doing = ('waits for requests or weights', start)
         # One wait, however often the condition is notified for nothing.
         self._wake.wait_for(lambda: not self._idle())
         idle = time.monotonic() - start
@@ -294,6 +335,7 @@ class EngineLoop:
     with self._wake:
       if self._pending is pending:
         self._pending = None
+      self._taking = pending
     start = time.monotonic()
     jax.block_until_ready(weights.params)
     self._weights = weights
@@ -315,6 +357,7 @@ class EngineLoop:
         alive_after=sum(s is not None for s in self._slots),
         rebuilt_tokens=tokens,
     )
+    self._taking = None
     swapped(weights.version)
 
   def _rebuild(self, slots: list[int]) -> int:
@@ -369,7 +412,7 @@ class EngineLoop:
           f' {self.name} has no tokenizer to read its answers with'
       )
     stops = StopStrings(request.sampling, self.tokenizer) if strings else None
-    return _Running(request, answer, stops)
+    return _Running(request, answer, stops, time.monotonic())
 
   def _admit(self) -> None:
     """Puts waiting requests into free slots; one prefill serves a group."""
@@ -523,16 +566,42 @@ class EngineLoop:
     self.events.record(kind, self._lane_of(part), start, duration, **about)
 
   def _ended(self, thread: concurrent.futures.Future) -> None:
-    """Tells everyone who still waits that nobody will answer."""
+    """Begins anew, or tells everyone who waits that nobody will answer."""
     cause = thread.exception()
-    error = EngineStopped(f'engine {self.name} ended')
-    error.__cause__ = cause
     with self._wake:
+      if cause is not None:
+        self.counts.deaths += 1
+        if not self._stopping and self.counts.deaths <= self.restarts:
+          self._begin_anew(cause)
+          return
       self._stopping = True
+      self._failure = cause
       waiting = list(self._queue) + [r for r in self._slots if r is not None]
       self._queue.clear()
+    error = EngineStopped(f'engine {self.name} ended')
+    error.__cause__ = cause
     for running in waiting:
       running.answer(error)
+
+  def _begin_anew(self, cause: BaseException) -> None:
+    """Starts the thread again; `_wake` is held, so that nobody stops it."""
+    self.last_death = f'{type(cause).__name__}: {cause}'
+    self.events.instant(
+        'restart',
+        self._lane_of('generate'),
+        reason=self.last_death,
+        deaths=self.counts.deaths,
+    )
+    self._pending = self._pending or self._taking
+    self._state = self._prefix = self._taking = None
+    running = [r for r in self._slots if r is not None]
+    self._slots = [None] * len(self._slots)
+    self.counts.restarted_tokens += sum(map(len, running))
+    self._queue.extendleft(
+        self._started(r.request, r.answer) for r in reversed(running)
+    )
+    self._thread = self._executor.submit(self._run)
+    self._thread.add_done_callback(self._ended)
 
 
 def _routing_of(running: _Running, end: int | None) -> np.ndarray | None:

@@ -205,7 +205,8 @@ _LEARNING = (
         'masked_fraction',
         'share',
         'Share of sampled tokens that never came into the loss, because their'
-        ' answers were truncated (`mask_truncated`).',
+        ' answers were truncated (`mask_truncated`) or they were older than η'
+        ' (staleness policy `mask`).',
         0.0,
         0.2,
     ),
@@ -512,6 +513,29 @@ _FLOW = (
         0.0,
     ),
     Metric(
+        'dropped_stale',
+        'groups',
+        'Of the dropped, those that had become older than η (staleness policy'
+        ' `drop`).',
+        0.0,
+    ),
+    Metric(
+        'dropped_tokens',
+        'tokens',
+        'Tokens sampled since the start for groups that were dropped: what the'
+        ' policy, dynamic sampling and failures cost in generation.',
+        0.0,
+    ),
+    Metric(
+        'length_bias',
+        'share',
+        'Mean length of the answers trained so far over that of all whose'
+        ' groups have left, trained or dropped, less 1. Below 0 long answers'
+        ' are dropped more often than short ones.',
+        -0.05,
+        0.05,
+    ),
+    Metric(
         'in_flight',
         'groups',
         'Groups admitted that are neither trained nor dropped: running, ready'
@@ -558,6 +582,30 @@ _FLOW = (
         'answers',
         'Answers since the start in which the verifier found nothing that it'
         ' could score.',
+        0.0,
+    ),
+    Metric(
+        'retried_members',
+        'answers',
+        'Times since this start of the process that an answer was tried again'
+        ' after a failure.',
+        0.0,
+        0.0,
+    ),
+    Metric(
+        'engine_deaths',
+        'deaths',
+        'Times since this start of the process that the thread of an engine'
+        ' died and began anew.',
+        0.0,
+        0.0,
+    ),
+    Metric(
+        'silences',
+        'silences',
+        'Times since this start of the process that nothing moved for'
+        ' failures.quiet_s seconds; each is explained in the events.',
+        0.0,
         0.0,
     ),
 )

@@ -36,6 +36,7 @@ ADAPTER = 'adapter'  # the trained adapters alone, in PEFT's layout
 BEST = 'best'  # the one whose metric was highest; `CheckpointSettings`
 CHECKPOINTS = 'checkpoints'  # `train.checkpoint`
 PROFILE = 'profile'  # `telemetry.profiling`
+STACKS = 'stacks.txt'  # what each thread did when the run was given up
 
 
 def new_run_folder(root: str | os.PathLike, name: str) -> pathlib.Path:

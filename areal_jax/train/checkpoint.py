@@ -426,6 +426,7 @@ class Checkpointer:
     self.saved = 0
     self.failed = 0
     self._pending: tuple[int, concurrent.futures.Future] | None = None
+    self._begun = 0.0  # monotonic second of the last save
     self._ratings: collections.deque[concurrent.futures.Future] = (
         collections.deque()
     )
@@ -475,6 +476,7 @@ class Checkpointer:
         self._write, step, state, dict(parts), metric, copied
     )
     self._pending = (step, future)
+    self._begun = time.monotonic()
     future.add_done_callback(lambda _: copied.set())
     if not copied.wait(_WAIT_SECONDS):
       raise CheckpointError(
@@ -486,6 +488,17 @@ class Checkpointer:
   def busy(self) -> bool:
     """Whether one is being written."""
     return self._pending is not None and not self._pending[1].done()
+
+  def explain(self) -> str:
+    """What is being written, for how long; any thread may ask."""
+    pending = self._pending
+    if pending is None or pending[1].done():
+      return 'no checkpoint is being written'
+    seconds = time.monotonic() - self._begun
+    return (
+        f'the checkpoint of step {pending[0]} is being written to'
+        f' {self._folder} for {seconds:.1f} s'
+    )
 
   def rate(self, step: int, metric: float) -> None:
     """Tells the value of `settings.keep_best` for a version that was saved.

@@ -207,6 +207,8 @@ class Trainer:
     reference: shape and parameters of the reference policy, taken over; None
       for a copy of `params`, where the settings need one.
     seed: of the critic's head.
+    max_age: versions above which a token has no part in the loss or in its
+      denominator (the staleness policy `mask`); inf for none.
 
   Attributes:
     state: the train state; `restore` takes a saved one over.
@@ -222,8 +224,10 @@ class Trainer:
       *,
       reference: tuple[ModelConfig, Any] | None = None,
       seed: int = 0,
+      max_age: float = math.inf,
   ):
     self._settings = settings
+    self._max_age = max_age
     self._replayed = _replayed(config)
     reference_config, reference_params = reference or (None, None)
     self._step, self._critic = build_steps(
@@ -313,8 +317,11 @@ class Trainer:
     """
     groups = _in_order(groups, self._settings.minibatches)
     version = self.version
-    looked = self._look(groups)
-    minibatches = prepare(groups, self._settings, self._replayed, looked=looked)
+    trained = [mask_stale(group, version, self._max_age) for group in groups]
+    looked = self._look(trained)
+    minibatches = prepare(
+        trained, self._settings, self._replayed, looked=looked
+    )
     state, criticised = self._train_critic(self.state, minibatches)
     state, outcomes = self._train_policy(state, minibatches)
     # Before reading back: the buffers of the state before are gone.
@@ -322,7 +329,7 @@ class Trainer:
     fetched = self._step.fetch(outcomes, version)
     tokens = [part.tokens for part in minibatches]
     values = {
-        **describe(groups, version),
+        **describe(groups, version, self._max_age),
         **summarize(
             fetched,
             [part.denominator for part in minibatches],
@@ -334,7 +341,7 @@ class Trainer:
         'masked_fraction': _masked_fraction(groups, sum(tokens)),
     }
     if self._settings.advantages.kl_coefficient:
-      values['kl_reference'] = _mean_kl(groups, looked, self._settings)
+      values['kl_reference'] = _mean_kl(trained, looked, self._settings)
     if self._critic is not None:
       fetched = self._critic.fetch(criticised, version)
       values |= summarize_critic(
@@ -459,6 +466,25 @@ class Trainer:
         batch['kept'] = self._step.rows(rows)
 
 
+def mask_stale(group: Group, version: int, max_age: float) -> Group:
+  """The group with tokens older than `max_age` versions out of the loss mask.
+
+  Age is the version that the step starts from, less that of the weights that
+  sampled the token. Rewards, and so the group's comparison, stay whole.
+  """
+  if version - group.head_version <= max_age:
+    return group
+  return dataclasses.replace(
+      group,
+      trajectories=tuple(
+          dataclasses.replace(
+              t, loss_mask=t.loss_mask * (version - t.versions <= max_age)
+          )
+          for t in group.trajectories
+      ),
+  )
+
+
 def prepare(
     groups: Sequence[Group],
     settings: TrainSettings,
@@ -578,7 +604,9 @@ def _kl_only(
   )
 
 
-def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
+def describe(
+    groups: Sequence[Group], version: int, max_age: float = math.inf
+) -> dict[str, float]:
   """Metrics that the records alone tell.
 
   Args:
@@ -589,6 +617,7 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
   trajectories = [t for group in groups for t in group.trajectories]
   sampled = [t.versions[t.loss_mask > 0] for t in trajectories]
   ages = version - np.concatenate(sampled)
+  ages = ages[ages <= max_age]
   scores = np.array([_score(t) for t in trajectories])
   draws = np.array([t.draw_index for t in trajectories])
   values = {
@@ -740,7 +769,7 @@ def _norms(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def _masked_fraction(groups: Sequence[Group], tokens: float) -> float:
-  """Share of the sampled tokens that `mask_truncated` took from the loss."""
+  """Share of the sampled tokens that were taken from the loss and its count."""
   sampled = sum(
       np.count_nonzero(t.loss_mask) for g in groups for t in g.trajectories
   )

@@ -13,11 +13,8 @@ import pytest
 from areal_jax import records as record_bytes
 from areal_jax.buffer import GroupBuffer
 from areal_jax.ledger import Ledger
-from areal_jax.rollout.controller import (
-    Controller,
-    Snapshot,
-    TooManyFailures,
-)
+from areal_jax.rollout.controller import Controller, Snapshot
+from areal_jax.rollout.failures import TooManyFailures
 from areal_jax.rollout.workflow import MemberFailed
 from areal_jax.types import DropReason
 from tests import records, virtual_time
@@ -49,6 +46,7 @@ def build(
     ready=float('inf'),
     informative=None,
     limit=0,
+    failures=None,
 ):
   return Controller(
       draws=records.Draws(),
@@ -61,6 +59,7 @@ def build(
       clock=lambda: asyncio.get_running_loop().time(),
       informative=informative,
       uninformative_limit=limit,
+      failures=failures,
   )
 
 
@@ -235,7 +234,9 @@ def test_endless_failure_ends_the_run_with_its_reason():
     controller.start()
     await controller.next_batch(4)
 
-  with pytest.raises(TooManyFailures, match='16 groups .* named sympy'):
+  with pytest.raises(
+      TooManyFailures, match='128 of the last 128 .* named sympy'
+  ):
     virtual_time.run(wait())
 
 
@@ -348,6 +349,44 @@ def test_explanation_names_the_running_draws():
 
   text = virtual_time.run(look())
   assert '4 groups running (draws 0, 1, 2, 3)' in text and 'limit 4' in text
+  assert 'draw 2 waits for samples [0, 1] of 2, for 1.0 s' in text
+
+
+def test_publishing_never_waits_for_a_rollout():
+  # CASES A13: with all room taken by one that sleeps, it returns at once.
+  engine = Engine(lambda draw, sample: 5.0 if draw == 3 else 0.5)
+  controller = build(engine.workflow, eta=0.0, batch=3, most=4)
+
+  async def publish():
+    loop = asyncio.get_running_loop()
+    controller.start()
+    await controller.next_batch(3)
+    start = loop.time()
+    controller.published(1)
+    await asyncio.sleep(0)
+    return loop.time() - start
+
+  assert virtual_time.run(publish()) < 0.1
+
+
+def test_answer_that_never_comes_is_named():
+  # CASES A15 (b): the explanation names what is missing, and for how long.
+  async def workflow(draw, sample, version):
+    if (draw.draw_index, sample) == (1, 1):
+      await asyncio.Event().wait()
+    return records.trajectory(draw.draw_index, sample)
+
+  controller = build(workflow, eta=0.0, policy='fifo')
+
+  async def look():
+    controller.start()
+    await asyncio.wait([asyncio.create_task(controller.next_batch(4))],
+                       timeout=40)  # fmt: skip
+    return controller.explain()
+
+  text = virtual_time.run(look())
+  assert '1 groups running (draws 1), 3 ready' in text
+  assert 'draw 1 waits for samples [1] of 2, for 40.0 s' in text
 
 
 # Going on from a cut: CASES A10, A17.

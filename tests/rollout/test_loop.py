@@ -35,10 +35,22 @@ def engine():
 class Running:
   """A started loop and the answers that came out of it."""
 
-  def __init__(self, engine, swap='recompute', weights=True, tokenizer=None):
+  def __init__(
+      self,
+      engine,
+      swap='recompute',
+      weights=True,
+      tokenizer=None,
+      restarts=0,
+  ):
     self.events = EventLog(None)
     self.loop = EngineLoop(
-        engine, '0', swap=swap, events=self.events, tokenizer=tokenizer
+        engine,
+        '0',
+        swap=swap,
+        events=self.events,
+        tokenizer=tokenizer,
+        restarts=restarts,
     )
     self.answers = {}
     self.swaps = []
@@ -290,6 +302,75 @@ def test_dead_engine_answers_everyone_with_the_cause(engine):
   with pytest.raises(EngineStopped, match='no longer takes requests'):
     running.submit(tiny.request('c'))
   running.loop.stop()
+
+
+class Dying:
+  """An engine of which some calls of one method raise, by their number."""
+
+  def __init__(self, engine, method, numbers):
+    self._engine = engine
+    self._method = method
+    self._numbers = numbers
+    self._calls = 0
+
+  def __getattr__(self, name):
+    if name == self._method:
+      self._calls += 1
+      if self._calls in self._numbers:
+        raise ConnectionError(f'call {self._calls} of {name}')
+    return getattr(self._engine, name)
+
+
+@pytest.mark.parametrize('numbers', [{1}, {3}, {2, 5}])
+def test_dead_thread_begins_anew_and_everyone_gets_the_same_answer(
+    engine, free, numbers
+):
+  dying = Dying(engine, 'generate_steps', numbers)
+  # Six requests for four slots: some wait when the thread dies.
+  requests = [tiny.request(f'{i}', new=20, draw=i % 4) for i in range(6)]
+  with Running(dying, restarts=2) as running:
+    running.submit(*requests)
+    answers = running.wait(6)
+    assert running.loop.counts.deaths == len(numbers)
+    assert 'ConnectionError: call' in running.loop.last_death
+    assert running.loop.failure() is None
+    assert running.events.count('restart') == len(numbers)
+  for i in range(6):
+    assert answers[f'{i}'].ids.tolist() == free[f'{i % 4}'].ids.tolist()
+    assert answers[f'{i}'].logps.tolist() == free[f'{i % 4}'].logps.tolist()
+
+
+def test_weights_that_a_thread_died_on_are_taken_by_the_next(engine):
+  dying = Dying(engine, 'init_decode_state', {1})
+  with Running(dying, weights=False, restarts=1) as running:
+    running.set_weights(3)
+    running.submit(tiny.request())
+    assert set(running.wait(1)['r'].versions.tolist()) == {3}
+    assert running.swaps == [3]
+
+
+def test_thread_that_dies_too_often_ends_with_the_last_cause(engine):
+  dying = Dying(engine, 'generate_steps', {1, 2, 3})
+  running = Running(dying, restarts=2)
+  running.submit(tiny.request())
+  (outcome,) = running.wait(1).values()
+  assert isinstance(outcome, EngineStopped)
+  assert 'call 3' in str(running.loop.failure())
+  running.loop.stop()
+
+
+def test_explanation_says_who_waits_for_the_engine(engine):
+  with Running(engine, weights=False) as running:
+    running.submit(tiny.request('asked'))
+    text = running.loop.explain()
+    assert 'no weights; 1 requests queued, the oldest for' in text
+    seen = []
+    running.on_answer = lambda c: seen.append(running.loop.explain())
+    running.submit(tiny.request('long', new=40, draw=1))
+    running.set_weights(2)
+    running.wait(2)
+  assert 'engine 0: decodes for' in seen[0] and 'version 2' in seen[0]
+  assert 'long, ' in seen[0] and 'tokens of at most 40, for' in seen[0]
 
 
 def test_client_spreads_draws_and_keeps_groups_together(engine):
