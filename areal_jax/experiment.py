@@ -166,7 +166,8 @@ class RolloutSettings:
       no bound.
     staleness: order and bound of what is trained, see `buffer.py`.
     swap: what new weights do to running answers, see `rollout/loop.py`.
-    temperature: of the training samples.
+    temperature: of the training samples; nothing else may shape what they are
+      drawn from, see `types.SamplingParams.untrainable`.
     max_new_tokens: longest answer.
     stop_at_eos: whether the tokenizer's end-of-sequence ids end an answer.
     stop_ids: further ids that end one.
@@ -637,10 +638,10 @@ def prepare(experiment: Experiment) -> Prepared:
       left_out=left_out,
       prompts=prompts,
       demonstrations=_demonstrations(settings, tokenizer),
-      sampling=_sampling(settings, tokenizer, settings.rollout.temperature),
-      evaluation_sampling=_sampling(
-          settings, tokenizer, settings.evaluation.temperature
+      sampling=_sampling(
+          settings, tokenizer, temperature=settings.rollout.temperature
       ),
+      evaluation_sampling=_evaluation_sampling(settings, tokenizer),
   )
 
 
@@ -663,10 +664,12 @@ class PreparedPolicy:
   sampling: SamplingParams
 
 
-def prepare_policy(
-    experiment: Experiment, temperature: float
-) -> PreparedPolicy:
+def prepare_policy(experiment: Experiment, **choice: Any) -> PreparedPolicy:
   """Resolves the settings and opens the policy that they name.
+
+  Args:
+    experiment: the settings.
+    **choice: how tokens are chosen, as in `SamplingParams`.
 
   Raises:
     ConfigError: anything in them that cannot work.
@@ -686,7 +689,7 @@ def prepare_policy(
       model=_model(settings, source, tokenizer),
       source=source,
       tokenizer=tokenizer,
-      sampling=_sampling(settings, tokenizer, temperature),
+      sampling=_sampling(settings, tokenizer, **choice),
   )
 
 
@@ -1043,9 +1046,29 @@ def _demonstrations(
   return tuple(pairs)
 
 
-def _sampling(
-    settings: Experiment, tokenizer: Tokenizer, temperature: float
+def _evaluation_sampling(
+    settings: Experiment, tokenizer: Tokenizer
 ) -> SamplingParams:
+  """How evaluation answers are sampled, if the engine is built for that."""
+  asked, features = settings.evaluation, settings.rollout.engine.sampling
+  limit = settings.rollout.max_new_tokens
+  require(
+      asked.min_new_tokens <= limit,
+      'config.evaluation.min_new_tokens',
+      asked.min_new_tokens,
+      f'at most rollout.max_new_tokens={limit}',
+  )
+  sampling = _sampling(settings, tokenizer, **asked.sampling)
+  refusal = features.refusal(sampling, tokenizer.vocab_size)
+  if refusal:
+    raise ConfigError(f'config.evaluation: {refusal}')
+  return sampling
+
+
+def _sampling(
+    settings: Experiment, tokenizer: Tokenizer, **choice: Any
+) -> SamplingParams:
+  """Limits, stops and seed of the settings, and how tokens are chosen."""
   rollout = settings.rollout
   stops = (
       *(tokenizer.eos_ids if rollout.stop_at_eos else ()),
@@ -1067,8 +1090,8 @@ def _sampling(
     )
   return SamplingParams(
       max_new_tokens=rollout.max_new_tokens,
-      temperature=temperature,
       stop_ids=stops,
       stop_strings=rollout.stop_strings,
       seed=settings.seed,
+      **choice,
   )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import math
 import signal
 import socket
 import threading
@@ -27,6 +26,7 @@ from absl import app, flags
 
 from areal_jax import command
 from areal_jax.config import ConfigError, require
+from areal_jax.types import SAMPLING_RULES
 
 if typing.TYPE_CHECKING:
   from areal_jax.experiment import Experiment, PreparedPolicy
@@ -41,6 +41,23 @@ class Serving:
   run: str
   port: int
   temperature: float
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+
+  @property
+  def choice(self) -> dict[str, float]:
+    """How tokens are chosen, in settings of `types.SamplingParams`.
+
+    Raises:
+      ConfigError: a value that is none.
+    """
+    chosen = {}
+    for name in ('temperature', 'top_k', 'top_p', 'min_p'):
+      chosen[name] = value = getattr(self, name)
+      right, wanted = SAMPLING_RULES[name]
+      require(right(value), f'--{name}', value, wanted)
+    return chosen
 
 
 def read_flags(argv: list[str]) -> Serving:
@@ -55,11 +72,15 @@ def read_flags(argv: list[str]) -> Serving:
   flags.DEFINE_float(
       'temperature', 0.0, 'Of all answers; 0 is greedy.', lower_bound=0.0
   )
+  flags.DEFINE_integer('top_k', 0, 'Draw from so many tokens; 0 is off.')
+  flags.DEFINE_float('top_p', 1.0, 'Draw from so much mass; 1 is off.')
+  flags.DEFINE_float('min_p', 0.0, 'Least share of the best; 0 is off.')
   experiment = command.read_flags(argv)
   given = flags.FLAGS
   return Serving(
-      experiment, given.jetstream, given.run, given.port, given.temperature
-  )
+      experiment, given.jetstream, given.run, given.port, given.temperature,
+      given.top_k, given.top_p, given.min_p,
+  )  # fmt: skip
 
 
 def main(serving: Serving) -> int:
@@ -73,16 +94,13 @@ def _serve(serving: Serving) -> None:
         '--jetstream is missing, wanted it: the OpenAI-compatible endpoint'
         ' comes later'
     )
-  if not math.isfinite(serving.temperature):
-    raise ConfigError(
-        f'--temperature is {serving.temperature}, wanted a finite number'
-    )
+  choice = serving.choice
   # pylint: disable=g-import-not-at-top
   from areal_jax.experiment import prepare_policy
 
   if serving.run:
     command.point_to_run(serving.experiment, serving.run)
-  policy = prepare_policy(serving.experiment, serving.temperature)
+  policy = prepare_policy(serving.experiment, **choice)
   require(not policy.sampling.stop_strings, 'config.rollout.stop_strings',
           policy.sampling.stop_strings, 'none with --jetstream, whose answers'
           ' end at stop ids alone')  # fmt: skip

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Mapping, Sequence
+import math
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -91,48 +92,126 @@ class Draw:
   attempt: int = 0
 
 
+def _finite(value: float) -> bool:
+  return -math.inf < value < math.inf
+
+
+# What one setting of `SamplingParams` must be, alone: a test, and in words.
+SAMPLING_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    'max_new_tokens': (lambda n: n >= 1, 'at least 1'),
+    'temperature': (
+        lambda t: 0 <= t < math.inf, 'at least 0 and finite',
+    ),
+    'top_k': (lambda k: k >= 0, 'at least 0'),
+    'top_p': (lambda p: 0 < p <= 1, 'in (0, 1]'),
+    'min_p': (lambda p: 0 <= p <= 1, 'in [0, 1]'),
+    'repetition_penalty': (
+        lambda r: 0 < r < math.inf, 'more than 0 and finite',
+    ),
+    'frequency_penalty': (_finite, 'a finite number'),
+    'presence_penalty': (_finite, 'a finite number'),
+    'logit_bias': (
+        lambda pairs: len({i for i, _ in pairs}) == len(pairs)
+        and all(i >= 0 and _finite(bias) for i, bias in pairs),
+        'pairs of a different token id each and a finite number',
+    ),
+    'min_new_tokens': (lambda n: n >= 0, 'at least 0'),
+    'stop_strings': (
+        # U+FFFD stands for half a character, which the next token ends.
+        lambda strings: all(s and '\ufffd' not in s for s in strings),
+        'texts of at least one character, without U+FFFD',
+    ),
+    'top_logps': (lambda n: n >= 0, 'at least 0'),
+}  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-  """How the tokens of one request are chosen.
+  """How the tokens of one request are chosen, and what is told about them.
 
-  `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. A completion ends
-  with the first of `stop_ids` (which is kept as its last token), with the token
-  that completes one of `stop_strings`, or after `max_new_tokens`. Stop ids are
-  impossible before `min_new_tokens`; a stop string that is complete before does
-  not end the answer.
+  What each setting does to the logits, and in which order, is told in
+  `rollout.sampling`. A completion ends with the first of `stop_ids` (which is
+  kept as its last token), with the token that completes one of `stop_strings`,
+  or after `max_new_tokens`. Stop ids are impossible before `min_new_tokens`; a
+  stop string that is complete before does not end the answer.
+
+  Several samples of one prompt are several requests, told apart by
+  `Request.sample`; see `rollout.client.generate_samples`.
+
+  Attributes:
+    max_new_tokens: longest answer.
+    temperature: divides the logits; 0 takes the largest.
+    top_k: draws from so many of the likeliest tokens; 0 is off.
+    top_p: draws from the fewest tokens that have this mass; 1 is off.
+    min_p: draws from tokens with this share of the likeliest one's
+      probability; 0 is off.
+    repetition_penalty: weakens tokens of prompt and answer; 1 is off.
+    frequency_penalty: nats for each time that the answer holds the token.
+    presence_penalty: nats for a token that the answer holds.
+    logit_bias: (id, nats) that are added to logits.
+    min_new_tokens: no stop before.
+    stop_ids: tokens that end the answer.
+    stop_strings: texts that end it.
+    seed: of the random stream.
+    raw_logps: whether the answer's log-probs at temperature 1, without any of
+      the above, are wanted too.
+    top_logps: so many of the likeliest tokens are wanted, at each position.
+    prompt_logps: whether log-probs of the prompt's tokens are wanted.
   """
 
   max_new_tokens: int
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  min_p: float = 0.0
+  repetition_penalty: float = 1.0
+  frequency_penalty: float = 0.0
+  presence_penalty: float = 0.0
+  logit_bias: tuple[tuple[int, float], ...] = ()
   min_new_tokens: int = 0
   stop_ids: tuple[int, ...] = ()
   stop_strings: tuple[str, ...] = ()
   seed: int = 0
+  raw_logps: bool = False
+  top_logps: int = 0
+  prompt_logps: bool = False
 
   def __post_init__(self):
-    checks = (
-        ('max_new_tokens', self.max_new_tokens >= 1, 'at least 1'),
-        ('temperature', self.temperature >= 0, 'at least 0'),
-        ('top_k', self.top_k >= 0, 'at least 0'),
-        ('top_p', 0 < self.top_p <= 1, 'in (0, 1]'),
-        (
-            'min_new_tokens',
-            0 <= self.min_new_tokens <= self.max_new_tokens,
-            f'in 0..max_new_tokens={self.max_new_tokens}',
-        ),
-        (
-            'stop_strings',
-            # U+FFFD stands for half a character, which the next token ends.
-            all(s and '\ufffd' not in s for s in self.stop_strings),
-            'texts of at least one character, without U+FFFD',
-        ),
-    )
-    for name, right, wanted in checks:
-      if not right:
-        seen = getattr(self, name)
+    for name, (right, wanted) in SAMPLING_RULES.items():
+      seen = getattr(self, name)
+      if not right(seen):
         raise ValueError(f'sampling.{name} is {seen!r}, wanted {wanted}')
+    if self.min_new_tokens > self.max_new_tokens:
+      raise ValueError(
+          f'sampling.min_new_tokens is {self.min_new_tokens}, wanted in'
+          f' 0..max_new_tokens={self.max_new_tokens}'
+      )
+
+  @property
+  def penalised(self) -> bool:
+    """Whether what was said before changes what is said next."""
+    penalties = self.frequency_penalty or self.presence_penalty
+    return self.repetition_penalty != 1 or bool(penalties)
+
+  @property
+  def untrainable(self) -> tuple[str, ...]:
+    """Settings in use that training knows nothing of.
+
+    It computes the log-probs of the sampled tokens anew, from logits and
+    temperature alone. Under any of these settings the tokens came from another
+    distribution, and the ratios in the loss would be wrong.
+    """
+    used = {
+        'top_k': self.top_k > 0,
+        'top_p': self.top_p < 1,
+        'min_p': self.min_p > 0,
+        'repetition_penalty': self.repetition_penalty != 1,
+        'frequency_penalty': self.frequency_penalty != 0,
+        'presence_penalty': self.presence_penalty != 0,
+        'logit_bias': bool(self.logit_bias),
+        'min_new_tokens': self.min_new_tokens > 0 and bool(self.stop_ids),
+    }
+    return tuple(name for name, is_used in used.items() if is_used)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +249,17 @@ class Completion:
   stop_string: str | None = None
   text_end: int | None = None  # characters before the stop string
   weight_source: str = ''  # which replica answered
-  raw_logps: np.ndarray | None = None  # [T] float32 at temperature 1, unmasked
+  # What only requests that ask for it get. Log-probs in nats; raw ones are of
+  # softmax(logits): temperature 1, nothing penalised, biased or impossible.
+  raw_logps: np.ndarray | None = None  # [T] float32
+  # The n likeliest tokens of each distribution sampled from, best first; -inf
+  # for a token that was impossible.
+  top_ids: np.ndarray | None = None  # [T, n] int32
+  top_logps: np.ndarray | None = None  # [T, n] float32
+  # [P] float32, raw, of the prompt's tokens; NaN for the first one, which
+  # nothing predicts. All are of one version, that of `prompt_version`.
+  prompt_logps: np.ndarray | None = None
+  prompt_version: int | None = None
   # [P + T, L, k] int16, experts that each token of prompt and answer went to,
   # -1 where nothing was recorded (the last token is never fed to the policy).
   routing: np.ndarray | None = None

@@ -176,6 +176,34 @@ def assert_one_line(text: str, words) -> None:
             'finite',
         ),
         case(
+            'evaluation_top_p_of_nothing',
+            {'evaluation.top_p': 0.0},
+            'config.evaluation.top_p is 0.0, wanted in (0, 1]',
+        ),
+        case(
+            'evaluation_with_penalties_in_an_engine_without',
+            {'evaluation.repetition_penalty': 1.2},
+            'config.evaluation: sampling.repetition_penalty is 1.2, wanted 1:'
+            ' rollout.engine.sampling.penalties is off',
+        ),
+        case(
+            'evaluation_with_a_least_length_beyond_the_limit',
+            {'evaluation.min_new_tokens': 1000},
+            'config.evaluation.min_new_tokens is 1000, wanted at most'
+            ' rollout.max_new_tokens=',
+        ),
+        case(
+            'top_p_in_training',
+            {'rollout.top_p': 0.9},
+            "config.rollout has no field 'top_p'",
+        ),
+        case(
+            'negative_logit_bias_room',
+            {'rollout.engine.sampling.max_logit_bias': -1},
+            'config.rollout.engine.sampling.max_logit_bias is -1, wanted at'
+            ' least 0',
+        ),
+        case(
             'infinite_evaluation_threshold',
             {'evaluation.threshold': float('inf')},
             'config.evaluation.threshold is inf, wanted a finite number',

@@ -64,6 +64,13 @@ def test_port_that_is_taken_is_refused(refused):
     refused(f'--port is {port}', 'wanted one that is free', port=port)
 
 
+@pytest.mark.parametrize(
+    'name, value', [('top_k', -1), ('top_p', 0.0), ('min_p', 1.5)]
+)
+def test_sampling_that_means_nothing_is_refused(refused, name, value):
+  refused(f'--{name} is {value}, wanted', **{name: value})
+
+
 def test_temperature_that_is_no_number_is_refused(refused):
   refused('--temperature is nan', temperature=math.nan)
 

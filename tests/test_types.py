@@ -49,6 +49,25 @@ def test_group_head_is_the_oldest_of_its_members():
         (dict(max_new_tokens=4, temperature=-1.0), 'temperature is -1.0'),
         (dict(max_new_tokens=4, top_p=0.0), 'top_p is 0.0'),
         (dict(max_new_tokens=4, top_k=-2), 'top_k is -2'),
+        (dict(max_new_tokens=4, min_p=1.5), 'min_p is 1.5'),
+        (
+            dict(max_new_tokens=4, repetition_penalty=0.0),
+            'repetition_penalty is 0.0',
+        ),
+        (
+            dict(max_new_tokens=4, frequency_penalty=math.inf),
+            'frequency_penalty is inf',
+        ),
+        (
+            dict(max_new_tokens=4, presence_penalty=math.nan),
+            'presence_penalty is nan',
+        ),
+        (
+            dict(max_new_tokens=4, logit_bias=((3, 1.0), (3, 2.0))),
+            'wanted pairs of a different token id each',
+        ),
+        (dict(max_new_tokens=4, logit_bias=((-1, 1.0),)), 'logit_bias is'),
+        (dict(max_new_tokens=4, top_logps=-1), 'top_logps is -1'),
         (dict(max_new_tokens=4, min_new_tokens=5), 'min_new_tokens is 5'),
     ],
 )

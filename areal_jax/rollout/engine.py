@@ -36,17 +36,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.config import require
+from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import UNKNOWN
 from areal_jax.rollout import sampling
+from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.types import Request, SamplingParams
 
 Array = jax.Array
 Params = Any
 
 _SMALLEST_PREFILL = 16
+_PROMPT_LOGITS = 2**24  # most logits of a prompt that are there at once
 
 
 @dataclasses.dataclass
@@ -61,6 +64,7 @@ class EngineSettings:
     steps: k, most decode steps a dispatch.
     rebuild_rows: slots whose caches one rebuild program recomputes.
     max_stop_ids: room for stop ids in each slot.
+    sampling: what requests may ask of the sampler that costs something.
   """
 
   slots: int = 64
@@ -70,6 +74,9 @@ class EngineSettings:
   steps: int = 8
   rebuild_rows: int = 16
   max_stop_ids: int = 4
+  sampling: SamplingFeatures = dataclasses.field(
+      default_factory=SamplingFeatures
+  )
 
   def validate(self, at: str) -> None:
     for name in ('slots', 'max_length', 'max_prompt_length', 'page_size',
@@ -130,9 +137,7 @@ class DecodeState:
   prompt_length: Array  # [S] int32
   limit: Array  # [S] int32, length at which the slot ends
   minimum: Array  # [S] int32, length before which stop ids are impossible
-  temperature: Array  # [S] float32
-  top_k: Array  # [S] int32
-  top_p: Array  # [S] float32
+  choice: sampling.Choice  # how each slot chooses its tokens
   stop_ids: Array  # [S, E] int32, -1 where unused
   streams: Array  # [S, 2] uint32
   active: Array  # [S] bool
@@ -143,14 +148,23 @@ class DecodeState:
 class StepResult:
   """What up to k decode steps brought, slot by slot."""
 
-  tokens: Array  # [S, k] int32
-  logps: Array  # [S, k] float32 nats
+  drawn: sampling.Drawn  # of [S, k]
   valid: Array  # [S, k] bool, whether the slot drew this token
   active: Array  # [S] bool, after the last step
   stopped: Array  # [S] bool, ended by a stop id (and not by its limit)
   steps: Array  # [] int32, steps really run
   # [S, k, L, experts a token] int16, of the token that was fed, where recorded
   routing: Array | None = None
+
+  @property
+  def tokens(self) -> Array:
+    """[S, k] int32."""
+    return self.drawn.tokens
+
+  @property
+  def logps(self) -> Array:
+    """[S, k] float32 nats, of the distribution drawn from."""
+    return self.drawn.logps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +175,7 @@ class SlotSettings:
   count: np.ndarray  # [] int32
   new_tokens: np.ndarray  # [S] int32
   min_new_tokens: np.ndarray  # [S] int32
-  temperature: np.ndarray  # [S] float32
-  top_k: np.ndarray  # [S] int32
-  top_p: np.ndarray  # [S] float32
+  choice: sampling.Choice  # of numpy arrays
   stop_ids: np.ndarray  # [S, E] int32
   words: np.ndarray  # [S, 6] uint32, see `sampling.stream_words`
 
@@ -218,6 +230,7 @@ class Engine:
         static_argnames='pages',
     )
     self._release = compiled(self._release_program, out_shardings=state)
+    self._prompt_logps = jax.jit(self._prompt_logps_program)
 
   # The part that JetStream's orchestrator also calls.
 
@@ -297,7 +310,8 @@ class Engine:
     """Refuses a request that these shapes cannot serve.
 
     Raises:
-      ValueError: the prompt, the answer or the stop ids do not fit.
+      ValueError: the prompt, the answer or the stop ids do not fit, or the
+        engine was not built for how it samples.
     """
     prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
     s = self.settings
@@ -316,6 +330,9 @@ class Engine:
           f'request {request.request_id}: {len(request.sampling.stop_ids)} stop'
           f' ids, wanted at most {s.max_stop_ids}'
       )
+    refusal = s.sampling.refusal(request.sampling, self.config.vocab_size)
+    if refusal:
+      raise ValueError(f'request {request.request_id}: {refusal}')
 
   def insert_many(
       self,
@@ -340,6 +357,18 @@ class Engine:
     if not 1 <= k <= self.settings.steps:
       raise ValueError(f'k is {k}, wanted 1..{self.settings.steps}')
     return self._generate(params, state, np.int32(k))
+
+  def prompt_logps(
+      self, params: Params, padded_tokens: np.ndarray, true_length: int
+  ) -> Array:
+    """[T] float32 nats, raw log-probs of a prompt's tokens, 0 for the first.
+
+    Args:
+      params: the weights.
+      padded_tokens: [T] int32, T one of `prefill_buckets`.
+      true_length: tokens that are meant; what is behind them is 0.
+    """
+    return self._prompt_logps(params, padded_tokens, np.int32(true_length))
 
   def rebuild(
       self,
@@ -409,6 +438,8 @@ class Engine:
           params=params, padded_tokens=np.zeros(bucket, np.int32), true_length=1
       )
       state = self.insert(prefix, state, 0, request)
+      if self.settings.sampling.prompt_logps:
+        self.prompt_logps(params, np.zeros(bucket, np.int32), 1)
     for pages in self.rebuild_page_buckets():
       longest = pages * self.settings.page_size
       state = self.rebuild(params, state, [0], longest)
@@ -436,9 +467,9 @@ class Engine:
         prompt_length=jnp.ones((slots,), jnp.int32),
         limit=integers((slots,)),
         minimum=integers((slots,)),
-        temperature=jnp.ones((slots,), jnp.float32),
-        top_k=integers((slots,)),
-        top_p=jnp.ones((slots,), jnp.float32),
+        choice=jax.tree.map(
+            jnp.asarray, sampling.choice_of(s.sampling, slots, ())
+        ),
         stop_ids=jnp.full((slots, s.max_stop_ids), -1, jnp.int32),
         streams=jnp.zeros((slots, 2), jnp.uint32),
         active=jnp.zeros((slots,), bool),
@@ -484,9 +515,6 @@ class Engine:
           prompt_length=length,
           limit=length + settings['new_tokens'][i],
           minimum=length + settings['min_new_tokens'][i],
-          temperature=settings['temperature'][i],
-          top_k=settings['top_k'][i],
-          top_p=settings['top_p'][i],
           stop_ids=settings['stop_ids'][i],
           streams=streams[i],
           active=True,
@@ -499,6 +527,11 @@ class Engine:
               name: getattr(state, name).at[slot].set(value)
               for name, value in changes.items()
           },
+          choice=jax.tree.map(
+              lambda held, given: held.at[slot].set(given[i]),
+              state.choice,
+              settings['choice'],
+          ),
       )
 
     return jax.lax.fori_loop(0, settings['count'], put, state)
@@ -507,9 +540,9 @@ class Engine:
     slots, most = self.settings.slots, self.settings.steps
     everyone = jnp.arange(slots)
     vocabulary = jnp.arange(self.config.padded_vocab_size)
+    features = self.settings.sampling
     blank = StepResult(
-        tokens=jnp.zeros((slots, most), jnp.int32),
-        logps=jnp.zeros((slots, most), jnp.float32),
+        drawn=sampling.blank(features, slots, most),
         valid=jnp.zeros((slots, most), bool),
         active=state.active,
         stopped=jnp.zeros((slots,), bool),
@@ -517,12 +550,21 @@ class Engine:
         routing=self._blank_routing(),
     )
 
+    counts = sampling.count(
+        state.choice,
+        state.history,
+        state.prompt_length,
+        state.length,
+        state.active,
+        self.config.padded_vocab_size,
+    )
+
     def more(carry):
-      state, result = carry
+      state, result, _ = carry
       return (result.steps < k) & state.active.any()
 
     def step(carry):
-      state, result = carry
+      state, result, counts = carry
       i, position = result.steps, state.length - 1
       (logits, keys, values), experts = transformer.decode_routed(
           self.config,
@@ -543,16 +585,17 @@ class Engine:
           & (state.stop_ids[:, :, None] == vocabulary).any(1),
           lambda: jnp.zeros(logits.shape, bool),
       )
-      tokens, logps = sampling.sample(
+      drawn = sampling.sample(
           logits,
           state.streams,
           state.length,
-          temperature=state.temperature,
-          top_k=state.top_k,
-          top_p=state.top_p,
+          state.choice,
           forbidden=forbidden,
+          active=state.active,
+          counts=counts,
+          most_top_logps=features.max_top_logps,
       )
-      drew = state.active
+      tokens, drew = drawn.tokens, state.active
       # Slots that draw nothing write outside the array, which drops it.
       place = jnp.where(drew, state.length, state.history.shape[1])
       history = state.history.at[everyone, place].set(tokens, mode='drop')
@@ -563,8 +606,11 @@ class Engine:
       if routing is not None:
         routing = routing.at[:, i].set(self._recorded(experts))
       result = StepResult(
-          tokens=result.tokens.at[:, i].set(tokens),
-          logps=result.logps.at[:, i].set(logps),
+          drawn=jax.tree.map(
+              lambda all_steps, one: all_steps.at[:, i].set(one),
+              result.drawn,
+              drawn,
+          ),
           valid=result.valid.at[:, i].set(drew),
           active=active,
           stopped=result.stopped | stop,
@@ -579,9 +625,10 @@ class Engine:
           length=length,
           active=active,
       )
-      return state, result
+      return state, result, sampling.counted(counts, tokens, drew)
 
-    return jax.lax.while_loop(more, step, (state, blank))
+    state, result, _ = jax.lax.while_loop(more, step, (state, blank, counts))
+    return state, result
 
   def _blank_routing(self) -> Array | None:
     c, s = self.config, self.settings
@@ -619,6 +666,26 @@ class Engine:
     )
     return rebuilt, routing
 
+  def _prompt_logps_program(self, params, padded_tokens, true_length):
+    at = dict(mesh=self.mesh, rules=self.rules)
+    size = len(padded_tokens)
+    meant = (jnp.arange(size) < true_length).astype(jnp.int32)[None]
+    ids = padded_tokens[None]
+    states = transformer.hidden(
+        self.config, params, ids, jnp.arange(size)[None], meant, **at
+    )
+    logps, _ = logprobs.masked_logps(
+        lambda x: transformer.unembed(self.config, params, x, **at),
+        states,
+        ids,
+        meant,
+        jnp.ones(ids.shape, jnp.float32),
+        meant,
+        # The logits of a long prompt are never all there.
+        chunk=max(1, _PROMPT_LOGITS // self.config.padded_vocab_size),
+    )
+    return logps[0]
+
   def _release_program(self, state, ended):
     return dataclasses.replace(state, active=state.active & ~ended)
 
@@ -637,9 +704,7 @@ class Engine:
         count=np.int32(len(slots)),
         new_tokens=integers(total),
         min_new_tokens=integers(total),
-        temperature=np.zeros(total, np.float32),
-        top_k=integers(total),
-        top_p=np.ones(total, np.float32),
+        choice=sampling.choice_of(self.settings.sampling, total, requests),
         stop_ids=np.full((total, self.settings.max_stop_ids), -1, np.int32),
         words=np.zeros((total, 6), np.uint32),
     )
@@ -648,9 +713,6 @@ class Engine:
       filled.slots[i] = slot
       filled.new_tokens[i] = chosen.max_new_tokens
       filled.min_new_tokens[i] = chosen.min_new_tokens
-      filled.temperature[i] = chosen.temperature
-      filled.top_k[i] = chosen.top_k
-      filled.top_p[i] = chosen.top_p
       filled.stop_ids[i, : len(chosen.stop_ids)] = chosen.stop_ids
       filled.words[i] = sampling.stream_words(request)
     return filled

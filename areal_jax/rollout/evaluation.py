@@ -27,7 +27,7 @@ import numpy as np
 
 from areal_jax.config import require
 from areal_jax.sandbox.call import load_function
-from areal_jax.types import RewardStatus, StopReason
+from areal_jax.types import SAMPLING_RULES, RewardStatus, StopReason
 
 PERCENTILES = (50, 90, 99)
 
@@ -46,6 +46,16 @@ class EvaluationSettings:
     ks: k of pass@k and maj@k, each at most `samples`; empty for `samples`
       itself.
     temperature: of the sampling; 0 is greedy.
+    top_k: see `types.SamplingParams`, as for all up to `logit_bias`.
+    top_p: the same.
+    min_p: the same.
+    min_new_tokens: the same.
+    repetition_penalty: the same; penalties need
+      `rollout.engine.sampling.penalties`.
+    frequency_penalty: the same.
+    presence_penalty: the same.
+    logit_bias: the same; needs room in
+      `rollout.engine.sampling.max_logit_bias`.
     threshold: least score that counts as a right answer.
     vote: 'package.module:function' from the text of an answer to what it votes
       for in maj@k, or None for no vote; empty for the text itself, stripped.
@@ -56,6 +66,14 @@ class EvaluationSettings:
   samples: int = 1
   ks: tuple[int, ...] = ()
   temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  min_new_tokens: int = 0
+  repetition_penalty: float = 1.0
+  frequency_penalty: float = 0.0
+  presence_penalty: float = 0.0
+  logit_bias: tuple[tuple[int, float], ...] = ()
   threshold: float = 1.0
   vote: str = ''
   show: int = 3
@@ -64,10 +82,9 @@ class EvaluationSettings:
     require(self.every >= 0, f'{at}.every', self.every, 'at least 0')
     require(self.samples >= 1, f'{at}.samples', self.samples, 'at least 1')
     require(self.show >= 0, f'{at}.show', self.show, 'at least 0')
-    require(
-        0 <= self.temperature < math.inf, f'{at}.temperature', self.temperature,
-        'at least 0 and finite',
-    )  # fmt: skip
+    for name, value in self.sampling.items():
+      right, wanted = SAMPLING_RULES[name]
+      require(right(value), f'{at}.{name}', value, wanted)
     require(
         math.isfinite(self.threshold), f'{at}.threshold', self.threshold,
         'a finite number',
@@ -85,6 +102,14 @@ class EvaluationSettings:
         self.ks,
         f'different numbers from 1 to samples={self.samples}',
     )
+
+  @property
+  def sampling(self) -> dict[str, Any]:
+    """Settings of `SamplingParams` by name."""
+    names = ('temperature', 'top_k', 'top_p', 'min_p', 'min_new_tokens',
+             'repetition_penalty', 'frequency_penalty', 'presence_penalty',
+             'logit_bias')  # fmt: skip
+    return {name: getattr(self, name) for name in names}
 
   def load_vote(self, at: str) -> Vote:
     """The function that `vote` names.

@@ -88,6 +88,12 @@ class _Running:
   # Where the engine records it: of the prompt but its last token, then of each
   # token that was fed, which are one fewer than there are in the end.
   routing: list[np.ndarray] = dataclasses.field(default_factory=list)
+  # What the engine was built to tell: [n], [n, top] and [n, top] a dispatch.
+  raw_logps: list[np.ndarray] = dataclasses.field(default_factory=list)
+  top_ids: list[np.ndarray] = dataclasses.field(default_factory=list)
+  top_logps: list[np.ndarray] = dataclasses.field(default_factory=list)
+  prompt_logps: np.ndarray | None = None  # [P]
+  prompt_version: int | None = None
 
   def __len__(self) -> int:
     return sum(map(len, self.ids))
@@ -437,6 +443,7 @@ class EngineLoop:
         self._state = self.engine.insert_many(
             prefix, self._state, slots, [m.request for m in members]
         )
+      self._tell_prompt_logps(members)
       if prefix.routing is not None:
         # The last token of the prompt is fed again, by the first step.
         of_prompt = jax.device_get(prefix.routing)[: len(prompt) - 1]
@@ -460,6 +467,23 @@ class EngineLoop:
     self.counts.prefill_tokens += len(prompt)
     self._prefix = (version, prompt, prefix)
     return prefix
+
+  def _tell_prompt_logps(self, members: list[_Running]) -> None:
+    """Log-probs of a prompt, for those of its requests that want them."""
+    asking = [m for m in members if m.request.sampling.prompt_logps]
+    asking = [m for m in asking if m.prompt_logps is None]
+    if not asking:
+      return
+    prompt = asking[0].request.prompt_ids
+    with self.dispatch_lock:
+      logps = self.engine.prompt_logps(
+          self._weights.params, self.engine.pad_prompt(prompt), len(prompt)
+      )
+      logps = np.array(logps)[: len(prompt)]
+    logps[0] = np.nan  # nothing predicts it
+    for running in asking:
+      running.prompt_logps = logps
+      running.prompt_version = self._weights.version
 
   def _decode(self) -> None:
     if not self._any_running():
@@ -494,6 +518,10 @@ class EngineLoop:
       running.ids.append(tokens)
       running.logps.append(result.logps[slot, :n])
       running.versions.append(version)
+      for name in ('raw_logps', 'top_ids', 'top_logps'):
+        told = getattr(result.drawn, name)
+        if told is not None:
+          getattr(running, name).append(told[slot, :n])
       if result.routing is not None:
         running.routing.append(result.routing[slot, :n])
       stopped = bool(result.stopped[slot])
@@ -539,9 +567,19 @@ class EngineLoop:
   ) -> Completion:
     end = None if stop is None else stop.tokens
 
-    def joined(parts, dtype):
-      return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)[:end]
+    def joined(parts, dtype, *more):
+      nothing = np.zeros((0, *more), dtype)
+      return np.concatenate([nothing, *parts]).astype(dtype)[:end]
 
+    asked = running.request.sampling
+    told = {}
+    if asked.raw_logps:
+      told['raw_logps'] = joined(running.raw_logps, np.float32)
+    if asked.top_logps:
+      most = self.engine.settings.sampling.max_top_logps
+      for name, dtype in (('top_ids', np.int32), ('top_logps', np.float32)):
+        every = joined(getattr(running, name), dtype, most)
+        told[name] = every[:, : asked.top_logps]
     return Completion(
         request_id=running.request.request_id,
         ids=joined(running.ids, np.int32),
@@ -555,6 +593,9 @@ class EngineLoop:
         text_end=None if stop is None else stop.text_end,
         weight_source=f'engine/{self.name}',
         routing=_routing_of(running, end),
+        prompt_logps=running.prompt_logps,
+        prompt_version=running.prompt_version,
+        **told,
     )
 
   def _lane_of(self, part: str) -> str:

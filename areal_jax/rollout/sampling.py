@@ -4,21 +4,56 @@ A token's key is a fold of (seed, purpose, draw_index, sample, turn, branch,
 position) and nothing else: not the slot, the neighbours, the attempt or the
 version of the weights. So a retried or interrupted request continues the same
 stream, and what a request says does not depend on who shares the batch.
+
+From logits to the distribution sampled from, in this order:
+
+1. logit bias is added,
+2. repetition penalty r, for tokens of prompt or answer: a logit above 0 is
+   divided by r, any other is multiplied with it
+   (https://arxiv.org/abs/1909.05858),
+3. less frequency penalty times the number of times that the answer holds the
+   token, less presence penalty if it holds it at all,
+4. divided by the temperature,
+5. stop ids are impossible before the least length,
+6. top-k: tokens below the k-th logit become impossible,
+7. top-p: of the rest, renormalised, the fewest tokens that reach the mass p
+   (https://arxiv.org/abs/1904.09751),
+8. min-p: tokens with less than this share of the likeliest one's probability
+   become impossible (https://arxiv.org/abs/2407.01082).
+
+1 to 4 are the order of vLLM's sampler, 6 to 8 that of transformers' `generate`;
+tokens with equal logits at a border are all kept. vLLM takes min-p before
+top-p, so where both are set its top-p is a share of less mass.
+
+Penalties look at the history of a slot and at nothing else. It is counted anew
+at the start of each dispatch, so nothing is to be carried over a swap, a
+rebuild or a preemption, and nothing of an earlier request can be left over.
+
+What a feature costs is decided twice. `SamplingFeatures` are static: what an
+engine was not built for is in none of its programs. What it was built for runs
+only while some slot that still draws uses it.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.types import Request
+from areal_jax.config import require
+from areal_jax.types import Request, SamplingParams
 
 Array = jax.Array
 
 # Also the value that impossible tokens get: finite, so that no 0 * inf can
 # arise, and so low that exp of it is exactly 0 in float32.
 IMPOSSIBLE = -1e30
+
+# Below it a token is impossible, whatever temperature has divided IMPOSSIBLE.
+_NEVER = -1e20
 
 
 def stream_words(request: Request) -> np.ndarray:
@@ -42,61 +77,343 @@ def stream_key(words: Array) -> Array:
   return jax.random.key_data(key)
 
 
+@dataclasses.dataclass
+class SamplingFeatures:
+  """What requests may ask of one engine beyond what costs nothing; static.
+
+  Temperature, top-k, top-p, min-p, least length, stop ids and seeds are always
+  there.
+
+  Attributes:
+    penalties: repetition, frequency and presence penalties; 5 bytes for each
+      slot and token of the vocabulary while a dispatch runs.
+    max_logit_bias: most (id, bias) pairs of a request.
+    max_top_logps: most likeliest tokens told at each position.
+    raw_logps: log-probs without what shapes the distribution.
+    prompt_logps: log-probs of the prompt's tokens; a program more for each
+      prefill bucket.
+  """
+
+  penalties: bool = False
+  max_logit_bias: int = 0
+  max_top_logps: int = 0
+  raw_logps: bool = False
+  prompt_logps: bool = False
+
+  def validate(self, at: str) -> None:
+    for name in ('max_logit_bias', 'max_top_logps'):
+      value = getattr(self, name)
+      require(value >= 0, f'{at}.{name}', value, 'at least 0')
+
+  def refusal(self, asked: SamplingParams, vocabulary: int) -> str:
+    """Why an engine so built cannot sample like that; empty if it can.
+
+    Args:
+      asked: how a request wants to be sampled.
+      vocabulary: number of token ids.
+    """
+    at = 'rollout.engine.sampling'
+    for name, needed, off in (
+        ('repetition_penalty', 'penalties', 1),
+        ('frequency_penalty', 'penalties', 0),
+        ('presence_penalty', 'penalties', 0),
+        ('raw_logps', 'raw_logps', False),
+        ('prompt_logps', 'prompt_logps', False),
+    ):
+      value = getattr(asked, name)
+      if value != off and not getattr(self, needed):
+        return f'sampling.{name} is {value}, wanted {off}: {at}.{needed} is off'
+    ids = [token for token, _ in asked.logit_bias]
+    for name, value, needed in (
+        ('logit_bias', len(ids), 'max_logit_bias'),
+        ('top_logps', asked.top_logps, 'max_top_logps'),
+    ):
+      most = getattr(self, needed)
+      if value > most:
+        return (
+            f'sampling.{name} asks for {value}, wanted at most {most}:'
+            f' {at}.{needed}'
+        )
+    for name, value, most in (
+        ('logit_bias names id', max(ids, default=0), vocabulary - 1),
+        ('top_logps asks for', asked.top_logps, vocabulary),
+    ):
+      if value > most:
+        return f'sampling.{name} {value}, wanted at most {most}'
+    return ''
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Choice:
+  """How S slots choose; what the engine is not built for is None."""
+
+  temperature: Array  # [S] float32, 0 is greedy
+  top_k: Array  # [S] int32, 0 is off
+  top_p: Array  # [S] float32, 1 is off
+  min_p: Array  # [S] float32, 0 is off
+  repetition: Array | None  # [S] float32, 1 is off
+  frequency: Array | None  # [S] float32, 0 is off
+  presence: Array | None  # [S] float32, 0 is off
+  bias_ids: Array | None  # [S, E] int32, -1 where unused
+  bias: Array | None  # [S, E] float32
+  top_logps: Array | None  # [S] int32, likeliest tokens that are wanted
+  raw_logps: Array | None  # [S] bool, whether they are wanted
+
+  @property
+  def penalised(self) -> Array:
+    """[S] bool, whether the slot's history matters."""
+    return (self.repetition != 1) | (self.frequency != 0) | (self.presence != 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Counts:
+  """What the slots have said."""
+
+  seen: Array  # [S, V] bool, in prompt or answer
+  answered: Array  # [S, V] int32, times in the answer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Drawn:
+  """One token a slot, and what is told about it. Log-probs in nats."""
+
+  tokens: Array  # [S] int32
+  logps: Array  # [S] float32, of the distribution drawn from
+  raw_logps: Array | None = None  # [S] float32, 0 where nobody asks
+  top_ids: Array | None = None  # [S, n] int32
+  top_logps: Array | None = None  # [S, n] float32, 0 where nobody asks
+
+
+def choice_of(
+    features: SamplingFeatures, slots: int, requests: Sequence[Request]
+) -> Choice:
+  """The settings of requests in numpy arrays of length `slots`, in order."""
+  asked = [request.sampling for request in requests]
+
+  def filled(name, off, dtype):
+    array = np.full(slots, off, dtype)
+    array[: len(asked)] = [getattr(one, name) for one in asked]
+    return array
+
+  penalties, pairs = features.penalties, features.max_logit_bias
+  ids, bias = np.full((slots, pairs), -1, np.int32), np.zeros((slots, pairs))
+  for i, one in enumerate(asked):
+    for j, (token, nats) in enumerate(one.logit_bias):
+      ids[i, j], bias[i, j] = token, nats
+  real = np.float32
+  return Choice(
+      temperature=filled('temperature', 1, real),
+      top_k=filled('top_k', 0, np.int32),
+      top_p=filled('top_p', 1, real),
+      min_p=filled('min_p', 0, real),
+      repetition=filled('repetition_penalty', 1, real) if penalties else None,
+      frequency=filled('frequency_penalty', 0, real) if penalties else None,
+      presence=filled('presence_penalty', 0, real) if penalties else None,
+      bias_ids=ids if pairs else None,
+      bias=bias.astype(real) if pairs else None,
+      top_logps=filled('top_logps', 0, np.int32)
+      if features.max_top_logps
+      else None,
+      raw_logps=filled('raw_logps', False, bool)
+      if features.raw_logps
+      else None,
+  )
+
+
+def blank(features: SamplingFeatures, *shape: int) -> Drawn:
+  """Room for what is drawn, of this shape."""
+  several = (*shape, features.max_top_logps)
+  real = jnp.float32
+  return Drawn(
+      tokens=jnp.zeros(shape, jnp.int32),
+      logps=jnp.zeros(shape, real),
+      raw_logps=jnp.zeros(shape, real) if features.raw_logps else None,
+      top_ids=jnp.zeros(several, jnp.int32) if several[-1] else None,
+      top_logps=jnp.zeros(several, real) if several[-1] else None,
+  )
+
+
+def count(
+    choice: Choice,
+    history: Array,
+    prompt_length: Array,
+    length: Array,
+    active: Array,
+    vocabulary: int,
+) -> Counts | None:
+  """Counts the tokens of each slot, if a slot that draws is penalised.
+
+  Args:
+    choice: how slots choose; without penalties there is nothing to count.
+    history: [S, C] int32, prompt and answer.
+    prompt_length: [S] int32.
+    length: [S] int32, of prompt and answer.
+    active: [S] bool, slots that draw.
+    vocabulary: V.
+  """
+  if choice.repetition is None:
+    return None
+  shape = len(history), vocabulary
+
+  def nothing():
+    return Counts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
+
+  def everything():
+    rows = jnp.arange(len(history))[:, None]
+    place = jnp.arange(history.shape[1])
+    # What does not count goes outside the array, which drops it.
+    held = jnp.where(place < length[:, None], history, vocabulary)
+    said = jnp.where(place < prompt_length[:, None], vocabulary, held)
+    counts = nothing()
+    return Counts(
+        counts.seen.at[rows, held].set(True, mode='drop'),
+        counts.answered.at[rows, said].add(1, mode='drop'),
+    )
+
+  used = (choice.penalised & active).any()
+  return jax.lax.cond(used, everything, nothing)
+
+
+def counted(counts: Counts | None, tokens: Array, drew: Array) -> Counts | None:
+  """The counts with the tokens [S] of the slots that drew [S] one more."""
+  if counts is None:
+    return None
+  rows = jnp.arange(len(tokens))
+  place = jnp.where(drew, tokens, counts.seen.shape[1])
+  return Counts(
+      counts.seen.at[rows, place].set(True, mode='drop'),
+      counts.answered.at[rows, place].add(1, mode='drop'),
+  )
+
+
 def sample(
     logits: Array,
     streams: Array,
     positions: Array,
+    choice: Choice,
     *,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
     forbidden: Array,
-) -> tuple[Array, Array]:
+    active: Array,
+    counts: Counts | None = None,
+    most_top_logps: int = 0,
+) -> Drawn:
   """Draws one token a slot and its log-probability under what was drawn from.
 
-  The distribution is softmax(logits / temperature) restricted to the top-k and
-  top-p sets and to tokens that are not forbidden; the draw is the argmax of
-  the perturbed logits (Gumbel-max, https://arxiv.org/abs/1611.00712).
-  Temperature 0 takes the largest logit and reports its log-probability at
-  temperature 1.
+  The distribution is the softmax of what the steps at the top of this file
+  leave of the logits; the draw is the argmax of the perturbed logits
+  (Gumbel-max, https://arxiv.org/abs/1611.00712). Temperature 0 takes the
+  largest and reports its log-probability at temperature 1.
 
   Args:
     logits: [S, V] float32.
     streams: [S, 2] uint32, from `stream_key`.
     positions: [S] int32, position in the sequence of the token to be drawn.
-    temperature: [S] float32.
-    top_k: [S] int32, 0 is off.
-    top_p: [S] float32, 1 is off.
+    choice: the settings of each slot.
     forbidden: [S, V] bool, tokens that may not be drawn.
-
-  Returns:
-    tokens [S] int32 and log-probabilities [S] float32 in nats.
+    active: [S] bool, slots whose draws count; what the others get means
+      nothing.
+    counts: what the slots have said, where the engine has penalties.
+    most_top_logps: n, static; likeliest tokens that are told.
   """
-  greedy = temperature <= 0
-  scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-  scaled = jnp.where(forbidden, IMPOSSIBLE, scaled)
-  narrowed = (top_k > 0) | (top_p < 1)
-  scaled = jax.lax.cond(
-      narrowed.any(), lambda: _narrow(scaled, top_k, top_p), lambda: scaled
+  shaped = _biased(logits, choice, active)
+  if counts is not None:
+    used = choice.penalised & active
+    before = shaped
+    shaped = jax.lax.cond(
+        used.any(), lambda: _penalised(before, choice, counts), lambda: before
+    )
+  greedy = choice.temperature <= 0
+  shaped = shaped / jnp.where(greedy, 1.0, choice.temperature)[:, None]
+  shaped = jnp.where(forbidden, IMPOSSIBLE, shaped)
+  narrowed = (choice.top_k > 0) | (choice.top_p < 1) | (choice.min_p > 0)
+  wide = shaped
+  shaped = jax.lax.cond(
+      (narrowed & active).any(), lambda: _narrow(wide, choice), lambda: wide
   )
 
   def noise(stream, position):
     key = jax.random.fold_in(jax.random.wrap_key_data(stream), position)
     return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
 
-  perturbed = scaled + jnp.where(
+  perturbed = shaped + jnp.where(
       greedy[:, None], 0.0, jax.vmap(noise)(streams, positions)
   )
   tokens = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
-  chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
-  logps = chosen - jax.nn.logsumexp(scaled, axis=-1)
-  return tokens, logps
+  normalizer = jax.nn.logsumexp(shaped, axis=-1)
+  return Drawn(
+      tokens,
+      _at(shaped, tokens) - normalizer,
+      _raw(logits, tokens, choice, active),
+      *_likeliest(shaped, normalizer, choice, active, most_top_logps),
+  )
 
 
-def _narrow(scaled: Array, top_k: Array, top_p: Array) -> Array:
-  """Makes tokens outside the top-k and top-p sets impossible. [S, V]."""
-  ordered = jnp.sort(scaled, axis=-1, descending=True)
-  size = scaled.shape[-1]
+def _at(values: Array, tokens: Array) -> Array:
+  """[S] of [S, V], at each slot's token."""
+  return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
+
+
+def _biased(logits: Array, choice: Choice, active: Array) -> Array:
+  if choice.bias_ids is None:
+    return logits
+  used = choice.bias_ids >= 0
+
+  def biased():
+    rows = jnp.arange(len(logits))[:, None]
+    ids = jnp.where(used, choice.bias_ids, logits.shape[-1])
+    return logits.at[rows, ids].add(choice.bias, mode='drop')
+
+  any_used = (used.any(-1) & active).any()
+  return jax.lax.cond(any_used, biased, lambda: logits)
+
+
+def _penalised(logits: Array, choice: Choice, counts: Counts) -> Array:
+  factor = jnp.where(counts.seen, choice.repetition[:, None], 1.0)
+  logits = jnp.where(logits > 0, logits / factor, logits * factor)
+  logits -= choice.frequency[:, None] * counts.answered
+  return logits - choice.presence[:, None] * (counts.answered > 0)
+
+
+def _raw(
+    logits: Array, tokens: Array, choice: Choice, active: Array
+) -> Array | None:
+  if choice.raw_logps is None:
+    return None
+  return jax.lax.cond(
+      (choice.raw_logps & active).any(),
+      lambda: _at(logits, tokens) - jax.nn.logsumexp(logits, axis=-1),
+      lambda: jnp.zeros(len(logits), jnp.float32),
+  )
+
+
+def _likeliest(
+    shaped: Array, normalizer: Array, choice: Choice, active: Array, most: int
+) -> tuple[Array | None, Array | None]:
+  """Ids and log-probs [S, n] of the likeliest tokens, best first."""
+  if not most:
+    return None, None
+
+  def likeliest():
+    best, ids = jax.lax.top_k(shaped, most)
+    logps = jnp.where(best > _NEVER, best - normalizer[:, None], -jnp.inf)
+    return ids, logps
+
+  def nothing():
+    shape = len(shaped), most
+    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+  wanted = ((choice.top_logps > 0) & active).any()
+  return jax.lax.cond(wanted, likeliest, nothing)
+
+
+def _narrow(shaped: Array, choice: Choice) -> Array:
+  """Makes tokens outside the top-k, top-p and min-p sets impossible. [S, V]."""
+  top_k, top_p = choice.top_k, choice.top_p
+  ordered = jnp.sort(shaped, axis=-1, descending=True)
+  size = shaped.shape[-1]
   kth = jnp.clip(jnp.where(top_k > 0, top_k, size), 1, size) - 1
   floor_k = jnp.take_along_axis(ordered, kth[:, None], axis=-1)
   # Top-p is taken inside the top-k set, renormalised, as is usual.
@@ -106,6 +423,8 @@ def _narrow(scaled: Array, top_k: Array, top_p: Array) -> Array:
   kept = before < top_p[:, None]  # the first token is always kept
   floor_p = jnp.min(jnp.where(kept, inside, jnp.inf), axis=-1, keepdims=True)
   floor_p = jnp.where(top_p[:, None] < 1, floor_p, -jnp.inf)
-  return jnp.where(
-      (scaled >= floor_k) & (scaled >= floor_p), scaled, IMPOSSIBLE
-  )
+  # log 0 is -inf: off. A share is of the best token's probability, which
+  # renormalising does not change, so the sets before do not matter.
+  share = jnp.log(choice.min_p)[:, None]
+  floors = jnp.maximum(jnp.maximum(floor_k, floor_p), ordered[:, :1] + share)
+  return jnp.where(shaped >= floors, shaped, IMPOSSIBLE)

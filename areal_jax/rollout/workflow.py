@@ -17,6 +17,7 @@ from areal_jax.types import (
     Completion,
     Draw,
     Problem,
+    Purpose,
     Request,
     RewardResult,
     RewardStatus,
@@ -74,6 +75,8 @@ class SingleTurn:
   async def __call__(
       self, draw: Draw, sample: int, admitted_version: int
   ) -> Trajectory:
+    if draw.purpose is Purpose.TRAIN:
+      require_trainable(self.sampling)
     started = self.clock()
     prompt = self.render(draw.problem)
     completion = await self.client.generate(
@@ -112,6 +115,21 @@ class SingleTurn:
           f'reward {reward.status.value}: {reward.detail}', scored
       )
     return scored
+
+
+def require_trainable(sampling: SamplingParams) -> None:
+  """Refuses sampling whose log-probs training would compute wrongly.
+
+  Raises:
+    ValueError: with the settings.
+  """
+  if sampling.untrainable:
+    used = {name: getattr(sampling, name) for name in sampling.untrainable}
+    raise ValueError(
+        f'training answers are sampled with {used}, wanted temperature alone:'
+        ' the trainer computes their log-probs from logits and temperature, so'
+        ' its ratios would be those of another distribution'
+    )
 
 
 def answer_of(completion: Completion) -> np.ndarray:

@@ -13,8 +13,10 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
 from areal_jax.models.config import MoeSettings
 from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.telemetry.compilations import CompilationCounter
 from tests import tiny
+from tests.plain_sampling import plain_logps
 
 SETTINGS = dict(
     slots=4,
@@ -374,6 +376,110 @@ def test_decode_state_is_donated(engine):
   keys = state.keys
   engine.generate_steps(weights, state, 8)
   assert keys.is_deleted()
+
+
+# What shapes the distribution, and what is told of it.
+
+SHAPED = dict(
+    temperature=0.8,
+    top_k=30,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.3,
+    frequency_penalty=0.4,
+    presence_penalty=0.2,
+    logit_bias=((5, 1.0), (9, -2.0)),
+)
+
+
+@pytest.fixture(scope='module')
+def featured():
+  """An engine that was built for everything."""
+  features = SamplingFeatures(
+      penalties=True,
+      max_logit_bias=2,
+      max_top_logps=3,
+      raw_logps=True,
+      prompt_logps=True,
+  )
+  settings = EngineSettings(**SETTINGS, sampling=features)
+  return Engine(tiny.config(), settings, tiny.mesh(), Rules())
+
+
+def plain_answer_logps(weights, request, ids):
+  """Log-probs of an answer by a plain forward and the plain sampler."""
+  full = np.zeros((1, 64), np.int32)
+  prompt = request.prompt_ids
+  full[0, : len(prompt) + len(ids)] = [*prompt, *ids]
+  logits = jax.jit(functools.partial(transformer.forward, tiny.config()))(
+      weights, full, np.arange(64)[None], np.ones_like(full)
+  )[0]
+  return [
+      plain_logps(
+          logits[len(prompt) + i - 1], prompt, ids[:i], request.sampling
+      )[token]
+      for i, token in enumerate(ids)
+  ]
+
+
+def test_engine_logps_are_those_of_the_plain_sampler(featured):
+  weights = tiny.params()
+  request = tiny.request(new=24, **SHAPED)
+  ids, logps = answer(featured, weights, request)
+  expected = plain_answer_logps(weights, request, ids)
+  np.testing.assert_allclose(logps, expected, atol=1e-4)
+  # planted fault: two tokens of the answer are taken for the prompt's
+  state = start(featured, weights, [request], [0])
+  state.prompt_length = state.prompt_length + 2
+  _, wrong, _ = finish(featured, weights, state)
+  assert np.abs(np.subtract(wrong[0], expected)).max() > 1e-2
+
+
+def test_shaped_tokens_do_not_depend_on_slot_neighbours_or_steps(featured):
+  weights = tiny.params()
+  request = tiny.request(new=20, draw=7, **SHAPED)
+  alone = answer(featured, weights, request, slot=0)
+  others = [
+      (tiny.request('a', (9, 8, 7, 6), new=30, draw=8), 0),
+      (tiny.request('b', range(1, 20), new=5, draw=9, presence_penalty=2.0), 3),
+  ]
+  assert answer(featured, weights, request, slot=2, others=others) == alone
+  state = start(featured, weights, [request], [1])
+  ids, logps, _ = finish(featured, weights, state, dispatches=30, k=1)
+  assert (ids[1], logps[1]) == alone
+
+
+def test_request_that_uses_nothing_is_the_same_in_an_engine_built_for_all(
+    engine, featured
+):
+  weights = tiny.params()
+  request = tiny.request(new=20, draw=7)
+  plain, featured = (answer(e, weights, request) for e in (engine, featured))
+  assert plain[0] == featured[0]
+  np.testing.assert_allclose(plain[1], featured[1], atol=1e-5)
+
+
+def test_penalties_go_on_over_a_rebuild_and_in_another_slot(featured):
+  weights = tiny.params()
+  request = tiny.request(new=24, **SHAPED)
+  ids, logps = answer(featured, weights, request)
+  state = start(featured, weights, [request], [1])
+  state, result = featured.generate_steps(weights, state, 8)
+  state = featured.rebuild(weights, state, [1], 11)
+  rest, rest_logps, _ = finish(featured, weights, state)
+  assert np.asarray(result.tokens)[1].tolist() + rest[1] == ids
+  np.testing.assert_allclose(rest_logps[1], logps[8:], atol=1e-5)
+
+
+def test_prompt_logps_are_those_of_the_trainer(featured):
+  weights = tiny.params()
+  prompt = tuple(range(1, 20))
+  told = featured.prompt_logps(
+      weights, featured.pad_prompt(prompt), len(prompt)
+  )
+  expected = tiny.trainer_logps(weights, prompt)
+  np.testing.assert_allclose(np.asarray(told)[:19], expected, atol=1e-4)
+  assert not np.asarray(told)[19:].any()
 
 
 # Experts.

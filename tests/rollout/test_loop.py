@@ -1,6 +1,7 @@
 """Real engine loops in their threads: invariants 4, 6, 11; CASES A8, A9."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 
@@ -9,13 +10,16 @@ import numpy as np
 import pytest
 
 from areal_jax.mesh.rules import Rules
-from areal_jax.rollout.client import EngineClient
+from areal_jax.models import transformer
+from areal_jax.rollout.client import EngineClient, echoed, generate_samples
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.loop import EngineLoop, EngineStopped
+from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.rollout.workflow import answer_of
 from areal_jax.telemetry.events import EventLog
 from areal_jax.types import StopReason
 from tests import tiny
+from tests.plain_sampling import plain_logps
 
 SETTINGS = EngineSettings(
     slots=4,
@@ -119,6 +123,101 @@ def swap_in_mid_sentence(engine, swap, tokenizer=None, **sampling):
     running.set_weights(0)
     answers = running.wait(3)
   return long, answers, running
+
+
+@pytest.fixture(scope='module')
+def featured():
+  """An engine that was built for everything."""
+  features = SamplingFeatures(
+      penalties=True,
+      max_logit_bias=2,
+      max_top_logps=3,
+      raw_logps=True,
+      prompt_logps=True,
+  )
+  settings = dataclasses.replace(SETTINGS, sampling=features)
+  return Engine(tiny.config(), settings, tiny.mesh(), Rules())
+
+
+def test_what_is_told_goes_to_those_who_ask(featured):
+  weights = tiny.params(0)
+  curious = tiny.request(
+      'curious', new=10, temperature=0.5, raw_logps=True, top_logps=2,
+      prompt_logps=True,
+  )  # fmt: skip
+  with Running(featured) as running:
+    running.submit(curious, tiny.request('other', new=10, draw=1))
+    answers = running.wait(2)
+  got, other = answers['curious'], answers['other']
+  assert other.raw_logps is None and other.prompt_logps is None
+  assert other.top_ids is None and other.top_logps is None
+  full = [*curious.prompt_ids, *got.ids]
+  raw = tiny.trainer_logps(weights, full)
+  np.testing.assert_allclose(got.raw_logps, raw[3:], atol=1e-4)
+  np.testing.assert_allclose(
+      got.logps, tiny.trainer_logps(weights, full, 0.5)[3:], atol=1e-4
+  )
+  assert np.abs(got.raw_logps - got.logps).max() > 1e-2
+  assert got.top_ids.shape == got.top_logps.shape == (10, 2)
+  assert (got.top_logps[:, 0] >= got.top_logps[:, 1]).all()
+  drawn = got.top_ids == got.ids[:, None]
+  assert drawn.any()
+  np.testing.assert_allclose(
+      got.top_logps[drawn], got.logps[drawn.any(axis=1)], atol=1e-6
+  )
+  assert np.isnan(got.prompt_logps[0]) and got.prompt_version == 0
+  np.testing.assert_allclose(got.prompt_logps[1:], raw[1:3], atol=1e-4)
+  ids, logps = echoed(curious, got)
+  assert ids.tolist() == full and len(logps) == len(full)
+  np.testing.assert_array_equal(logps[3:], got.logps)
+  assert np.isnan(echoed(curious, other)[1][:3]).all()
+
+
+@pytest.mark.parametrize('swap', ['recompute', 'restart'])
+def test_penalties_survive_new_weights(featured, swap):
+  # A bonus for what was said: an answer that loses its history shows it.
+  strong = dict(frequency_penalty=-4.0, repetition_penalty=0.8)
+  long, answers, _ = swap_in_mid_sentence(featured, swap, **strong)
+  completion = answers['long0']
+  n = len(long[0].prompt_ids)
+  full = np.array([[*long[0].prompt_ids, *completion.ids]])
+  assert len(set(completion.versions)) == (2 if swap == 'recompute' else 1)
+  logits = {
+      version: np.asarray(
+          transformer.forward(
+              tiny.config(),
+              tiny.params(version),
+              full,
+              np.arange(full.shape[1])[None],
+              np.ones_like(full),
+          )
+      )[0]
+      for version in (0, 1)
+  }
+  for i, (token, version) in enumerate(
+      zip(completion.ids, completion.versions)
+  ):
+    expected = plain_logps(
+        logits[version][n + i - 1],
+        long[0].prompt_ids,
+        completion.ids[:i].tolist(),
+        long[0].sampling,
+    )
+    np.testing.assert_allclose(completion.logps[i], expected[token], atol=1e-3)
+
+
+def test_samples_of_one_request_differ_and_do_not_depend_on_n(engine):
+  request = tiny.request('r', new=12, draw=3)
+  with Running(engine) as running:
+    client = EngineClient([running.loop])
+    three = asyncio.run(generate_samples(client, request, 3))
+    two = asyncio.run(generate_samples(client, request, 2))
+  said = [completion.ids.tolist() for completion in three]
+  assert len({tuple(ids) for ids in said}) == 3
+  assert [completion.ids.tolist() for completion in two] == said[:2]
+  assert running.loop.counts.prefills == 1
+  with pytest.raises(ValueError, match='n is 0, wanted at least 1'):
+    asyncio.run(generate_samples(client, request, 0))
 
 
 def test_more_requests_than_slots_are_all_answered(engine):
