@@ -40,6 +40,7 @@ CONFIG = f"""\
 from areal_jax.experiment import Experiment, RolloutSettings
 from areal_jax.mesh.slices import MeshSettings, RolloutMesh
 from areal_jax.rollout.engine import EngineSettings
+from areal_jax.rollout.sampling import SamplingFeatures
 
 
 def get_config():
