@@ -14,7 +14,7 @@ import math
 import os
 import pathlib
 import tempfile
-from typing import Any, Literal, Mapping
+from typing import Any, Callable, Literal, Mapping
 
 import jax
 
@@ -33,7 +33,7 @@ from areal_jax.losses import presets
 from areal_jax.losses.advantages import AdvantageSettings
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings
-from areal_jax.models import lora, peft, transformer
+from areal_jax.models import hf, lora, peft, transformer
 from areal_jax.models.config import ModelConfig, config_to_hf
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
@@ -41,6 +41,7 @@ from areal_jax.rollout.evaluation import EvaluationSettings
 from areal_jax.rollout.failures import FailureSettings
 from areal_jax.rollout.loop import SwapMode
 from areal_jax.sandbox.call import load_function
+from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.profiling import ProfilingSettings
 from areal_jax.tokenizer.base import Tokenizer, render_prompt
 from areal_jax.tokenizer.chat_template import ChatTemplate
@@ -49,8 +50,8 @@ from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
 from areal_jax.train import pretrained
 from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.pretrained import Pretrained
-from areal_jax.train.supervised import WarmStartSettings
-from areal_jax.train.trainer import TrainSettings
+from areal_jax.train.supervised import WarmStartSettings, supervised_warm_start
+from areal_jax.train.trainer import Trainer, TrainSettings
 from areal_jax.types import Problem, SamplingParams
 
 
@@ -271,10 +272,15 @@ class Experiment:
     sample_bytes: limit of samples.jsonl, and that of evaluations.jsonl.
     event_bytes: limit of events.jsonl. The trace is made of it in memory, at
       thirteen times its size.
+    schedule_bytes: limit of schedule.bin, from which a run can be trained
+      again; 0 to record none.
     resume: empty for a new run; 'auto' goes on with the run of this name from
       its last whole checkpoint, or starts it anew if it had none yet; the
       folder of a run goes on with that one; a checkpoint starts a new run that
       goes on from there.
+    replay: the folder of a run, or its schedule.bin: its batches are trained
+      again, in their order, without any rollout. Empty to run.
+    replay_until: last step that is trained again; 0 for all that are recorded.
     profiling: which steps are profiled, and what a signal asks for.
     checkpoint: when the state of the run is saved, and what is kept.
     failures: what becomes of them by kind, and when silence is told.
@@ -288,7 +294,10 @@ class Experiment:
   shuffle_rewards: bool = False
   sample_bytes: int = 20_000_000
   event_bytes: int = 100_000_000
+  schedule_bytes: int = 200_000_000
   resume: str = ''
+  replay: str = ''
+  replay_until: int = 0
   profiling: ProfilingSettings = dataclasses.field(
       default_factory=ProfilingSettings
   )
@@ -330,6 +339,15 @@ class Experiment:
     for name in ('sample_bytes', 'event_bytes'):
       value = getattr(self, name)
       require(value >= 1000, f'{at}.{name}', value, 'at least 1000')
+    require(self.schedule_bytes == 0 or self.schedule_bytes >= 10_000,
+            f'{at}.schedule_bytes', self.schedule_bytes,
+            '0 to record none, or at least 10000')  # fmt: skip
+    require(self.replay_until >= 0, f'{at}.replay_until', self.replay_until,
+            'at least 0')  # fmt: skip
+    require(bool(self.replay) or not self.replay_until, f'{at}.replay_until',
+            self.replay_until, '0 without a replay')  # fmt: skip
+    require(not self.replay or self.resume != 'auto', f'{at}.resume',
+            self.resume, 'a checkpoint to replay from, or empty')  # fmt: skip
     for name in ('last_step', 'memory_step'):
       value = getattr(self.profiling, name)
       require(value <= self.steps, f'{at}.profiling.{name}', value,
@@ -925,6 +943,88 @@ def initial_params(
     adapters = peft.load_peft(settings.policy.adapter, model)
     params = lora.overlaid(params, jax.device_put(adapters, learns))
   return params, left
+
+
+def warm_started(
+    prepared: Prepared,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+    rules: Rules,
+    report: Callable[[int, float], None],
+) -> Any:
+  """The policy that reinforcement learning starts from.
+
+  Args:
+    prepared: the run.
+    params: the policy as it was loaded or drawn; taken over if there is a warm
+      start, and otherwise returned.
+    mesh: where they are.
+    rules: how they lie there.
+    report: called with (steps done, loss) now and then.
+  """
+  settings = prepared.settings.warm_start
+  if not settings.steps:
+    return params
+  return supervised_warm_start(
+      prepared.model,
+      params,
+      prepared.demonstrations,
+      settings,
+      mesh,
+      rules,
+      report,
+  )
+
+
+def build_trainer(
+    prepared: Prepared, params: Any, mesh: jax.sharding.Mesh, rules: Rules
+) -> Trainer:
+  """The trainer of a run; nothing is compiled yet.
+
+  Args:
+    prepared: the run.
+    params: the policy to start from, taken over.
+    mesh: the train mesh.
+    rules: from logical to mesh axes.
+  """
+  settings = prepared.settings
+  rollout = settings.rollout
+  return Trainer(
+      prepared.model,
+      settings.train,
+      mesh,
+      rules,
+      params,
+      reference=reference_params(prepared, mesh, rules),
+      seed=settings.seed,
+      max_age=rollout.eta if rollout.staleness == 'mask' else math.inf,
+  )
+
+
+def export_policy(prepared: Prepared, params: Any, run: pathlib.Path) -> None:
+  """Writes a policy into the folder of a run, and its adapters by themselves.
+
+  Args:
+    prepared: the run.
+    params: of the policy.
+    run: the folder; it gets a folder for each of the two.
+  """
+  model = prepared.model
+  export_merged(prepared, params, run / run_folder.POLICY)
+  if model.lora.projections:
+    base = prepared.settings.policy.path
+    peft.save_peft(run / run_folder.ADAPTER, model, params, base=base)
+
+
+def export_merged(
+    prepared: Prepared, params: Any, folder: pathlib.Path
+) -> None:
+  """Writes a policy in the Hugging Face layout, its adapters merged."""
+  model = prepared.model
+  if model.lora.projections:
+    # On the host: what is compiled at the end of a run would count as a defect.
+    model, params = lora.merged(model, jax.device_get(params))
+  hf.save_hf(folder, model, params)
 
 
 def served_policy(

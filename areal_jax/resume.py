@@ -22,9 +22,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import pathlib
 import shutil
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from etils import epath
 import jax
@@ -36,6 +37,7 @@ from areal_jax.mesh.slices import Slices
 from areal_jax.rollout.controller import Snapshot
 from areal_jax.telemetry import jsonl, run_folder
 from areal_jax.telemetry.events import EventLog
+from areal_jax.telemetry.schedule import ScheduleWriter
 from areal_jax.train import checkpoint, pretrained
 from areal_jax.train.checkpoint import (
     Checkpointer,
@@ -45,7 +47,7 @@ from areal_jax.train.checkpoint import (
     Saved,
 )
 from areal_jax.train.state import TrainState
-from areal_jax.types import DropReason
+from areal_jax.types import DropReason, Group
 
 RUN = 'run.json'
 RECORDS = 'records.npz'
@@ -57,7 +59,9 @@ LOGS = (
     run_folder.EVENTS,
     run_folder.SAMPLES,
     run_folder.EVALUATIONS,
+    run_folder.SCHEDULE,
 )
+_CRASH_BYTES = 1 << 34  # of one batch: no limit in practice
 _WANTED = "empty, 'auto', the folder of a run, or a checkpoint"
 
 
@@ -259,6 +263,12 @@ def parts(
               'shuffle': carried.shuffle,
           }
       ),
+      **_fixed_parts(fixed),
+  }
+
+
+def _fixed_parts(fixed: Fixed) -> dict[str, Part]:
+  return {
       CONFIG: fixed.config,
       pretrained.SHAPE: fixed.policy,
       **{
@@ -312,7 +322,7 @@ def read(saved: Saved) -> Carried:
 
 def require_same(
     saved: Saved,
-    carried: Carried,
+    carried: Carried | None,
     *,
     seed: int,
     policy: Mapping[str, Any],
@@ -323,7 +333,7 @@ def require_same(
 
   Args:
     saved: the checkpoint.
-    carried: what it holds.
+    carried: what it holds; None for the state of training alone.
     seed: of this run.
     policy: `pretrained.shape_part` of its policy.
     tokenizer: its tokenizer's files by name.
@@ -337,7 +347,8 @@ def require_same(
     require(seen == wanted, f'config.{name}', seen,
             f'{wanted!r} as in checkpoint {saved.path}')  # fmt: skip
 
-  require_saved('seed', seed, carried.seed)
+  if carried is not None:
+    require_saved('seed', seed, carried.seed)
   files = {
       name.removeprefix(TOKENIZER): saved.read(name)
       for name in saved.files
@@ -376,8 +387,14 @@ def changed_settings(saved: Saved, config: Mapping[str, Any]) -> list[str]:
   Returns:
     Lines such as 'rollout.eta: 1.0 -> 4.0'.
   """
-  before = _flat(saved.read_json(CONFIG))
-  after = _flat(jsonl.plain(config))
+  return differences(saved.read_json(CONFIG), config)
+
+
+def differences(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[str]:
+  """Settings that differ, as lines such as 'rollout.eta: 1.0 -> 4.0'."""
+  before, after = _flat(jsonl.plain(before)), _flat(jsonl.plain(after))
   return [
       f'{name}: {before.get(name)} -> {after.get(name)}'
       for name in sorted({*before, *after})
@@ -392,6 +409,96 @@ def _flat(tree: Any, at: str = '') -> dict[str, Any]:
   for name, value in tree.items():
     found |= _flat(value, f'{at}.{name}' if at else name)
   return found
+
+
+# The state of training alone: for a look at it, and for replays.
+
+
+def origin(fixed: Fixed, seed: int, attempt: int) -> dict[str, Any]:
+  """What `Schedule.runs` holds of a start of a run."""
+  return {
+      **describe(seed, fixed.policy, fixed.tokenizer),
+      'attempt': attempt,
+      'config': jsonl.plain(fixed.config),
+      'mesh': _mesh(fixed.slices.train),
+  }
+
+
+def describe(
+    seed: int, policy: Mapping[str, Any], tokenizer: Mapping[str, bytes]
+) -> dict[str, Any]:
+  """What makes a schedule one of this run, as JSON.
+
+  Args:
+    seed: of the run.
+    policy: `pretrained.shape_part` of its policy.
+    tokenizer: its tokenizer's files by name.
+  """
+  return {
+      'seed': seed,
+      'tokenizer': {
+          name: hashlib.sha256(content).hexdigest()
+          for name, content in tokenizer.items()
+      },
+      'policy': jsonl.plain(policy),
+  }
+
+
+def save_state(
+    folder: pathlib.Path, state: TrainState, fixed: Fixed, *, events: EventLog
+) -> epath.Path:
+  """Saves the state of training in a folder of its own; returns its path.
+
+  No run goes on from it, but `config.policy.path` and a replay take it.
+
+  Raises:
+    CheckpointError: it could not be written.
+    ConfigError: the folder holds checkpoints.
+  """
+  writer = Checkpointer(folder, CheckpointSettings(), events=events)
+  try:
+    writer.save(state.version, state, _fixed_parts(fixed))
+    writer.wait()
+  finally:
+    writer.close()
+  return checkpoint.at_step(folder, state.version)
+
+
+def leave_crash(
+    folder: pathlib.Path,
+    state: TrainState,
+    groups: Sequence[Group],
+    fixed: Fixed,
+    run: Mapping[str, Any],
+    *,
+    events: EventLog,
+    note: Callable[[str], None],
+) -> None:
+  """Keeps a batch whose step ended without a number, with its state.
+
+  Nothing has moved where there was no number, so it can be trained again from
+  there, alone. What cannot be kept is told: the run ends for its own reason.
+
+  Args:
+    folder: where; what an earlier attempt left in it goes away.
+    state: after the step, called by the version before.
+    groups: of the step.
+    fixed: what checkpoints hold.
+    run: `origin`.
+    events: where spans go.
+    note: called with what a reader should know.
+  """
+  try:
+    if folder.exists():
+      shutil.rmtree(folder)
+    path = folder / run_folder.SCHEDULE
+    with ScheduleWriter(path, _CRASH_BYTES, run) as schedule:
+      schedule.batch(state.version + 1, groups)
+    save_state(folder / run_folder.CHECKPOINTS, state, fixed, events=events)
+  except (OSError, CheckpointError) as error:
+    note(f'the batch of step {state.version + 1} is not kept: {error}')
+  else:
+    note(f'to train the batch again: --config.replay={folder}')
 
 
 class Keeper:

@@ -1,7 +1,8 @@
 """The main job: `python -m areal_jax.run --config=experiments/quickstart.py`.
 
 Thin: `command.py` reads the config file and its overrides
-(`--config.a.b=value`), `session.py` does the work. It imports jax late, because
+(`--config.a.b=value`), `session.py` does the work, or `replay.py` where the
+batches of an earlier run are to be trained again. It imports jax late, because
 reward workers import this module again and need none of it.
 
 Exit codes: 0 done, 1 the run failed, 2 a mistake in the settings (one line on
@@ -24,9 +25,10 @@ if typing.TYPE_CHECKING:
 def main(experiment: Experiment) -> int:
   """Runs the experiment; returns the exit code."""
   # pylint: disable=g-import-not-at-top
-  from areal_jax import session
+  from areal_jax import replay, session
 
-  return command.exit_code(session.run, experiment)
+  run = replay.run if experiment.replay else session.run
+  return command.exit_code(run, experiment)
 
 
 if __name__ == '__main__':

@@ -24,7 +24,6 @@ import dataclasses
 import faulthandler
 import functools
 import json
-import math
 import pathlib
 import random
 import sys
@@ -32,7 +31,6 @@ import threading
 import time
 from typing import Any, Sequence
 
-import jax
 import numpy as np
 
 from areal_jax import config as config_lib
@@ -50,22 +48,25 @@ from areal_jax.cluster.local import (
 )
 from areal_jax.cluster.signals import Interrupted, Signals
 from areal_jax.cluster.watchdog import Watchdog
+from areal_jax.config import require
 from areal_jax.data.stream import ProblemStream
 from areal_jax.experiment import (
     Experiment,
     Prepared,
     algorithm_changes,
+    build_trainer,
     cautions,
+    export_merged,
+    export_policy,
     initial_params,
     prepare,
-    reference_params,
+    warm_started,
 )
 from areal_jax.ledger import Ledger
 from areal_jax.mesh.host import keep_freed_memory
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, machine_devices
-from areal_jax.models import hf, lora, peft, transformer
-from areal_jax.models.config import ModelConfig
+from areal_jax.models import hf, transformer
 from areal_jax.resume import Carried, Start
 from areal_jax.rewards.scorer import Scorer
 from areal_jax.rollout.controller import Controller, Costs, Snapshot
@@ -78,8 +79,9 @@ from areal_jax.telemetry.metrics import MetricWriter
 from areal_jax.telemetry.profiling import Profiler
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.samples import LimitedLog, SampleWriter
+from areal_jax.telemetry.schedule import ScheduleWriter
 from areal_jax.train import checkpoint, memory, pretrained
-from areal_jax.train.supervised import supervised_warm_start
+from areal_jax.train.step import NonFiniteError
 from areal_jax.train.trainer import Trainer
 from areal_jax.types import (
     Draw,
@@ -132,6 +134,9 @@ def run(experiment: Experiment) -> Result:
   started = time.monotonic()
   prepared = prepare(experiment)
   settings = prepared.settings
+  require(not settings.replay, 'config.replay', settings.replay,
+          "'', or `areal_jax.replay.run`, which nothing generates"
+          )  # fmt: skip
   start, carried = _start(prepared)
   summary = _ended(start, settings)
   if summary is not None:
@@ -291,6 +296,7 @@ class Session:
   def _open(self, stack: contextlib.ExitStack) -> None:
     settings, folder = self._settings, self._folder
     carried = self._carried
+    attempt = 0 if carried is None else carried.attempt + 1
     self._short_logs = resume.open_folder(folder, self._start, carried)
     run_folder.write_json(
         folder / run_folder.CONFIG, config_lib.to_dict(settings)
@@ -307,7 +313,7 @@ class Session:
         EventLog(
             folder / run_folder.EVENTS,
             limit_bytes=settings.event_bytes,
-            attempt=0 if carried is None else carried.attempt + 1,
+            attempt=attempt,
         )
     )
     self._metrics = MetricWriter(
@@ -322,6 +328,24 @@ class Session:
         folder / run_folder.EVALUATIONS, settings.sample_bytes
     )
     stack.callback(self._answers.close)
+    self._fixed = resume.Fixed(
+        config_lib.to_dict(settings),
+        pretrained.shape_part(self._prepared.model),
+        self._prepared.tokenizer_files,
+        self._slices,
+    )
+    self._origin = resume.origin(self._fixed, settings.seed, attempt)
+    self._schedule = stack.enter_context(
+        ScheduleWriter(
+            folder / run_folder.SCHEDULE,
+            settings.schedule_bytes,
+            self._origin,
+            lambda step: self._progress.note(
+                f'{run_folder.SCHEDULE} has met its limit of schedule_bytes:'
+                f' step {step} and later ones cannot be replayed'
+            ),
+        )
+    )
     self._profiler = stack.enter_context(
         Profiler(
             folder / run_folder.PROFILE, settings.profiling, self._progress.note
@@ -380,12 +404,7 @@ class Session:
         resume.folder_of(self._folder, settings.folder),
         settings,
         self._settings.steps,
-        resume.Fixed(
-            config_lib.to_dict(self._settings),
-            pretrained.shape_part(self._prepared.model),
-            self._prepared.tokenizer_files,
-            self._slices,
-        ),
+        self._fixed,
         events=self._events,
         note=self._progress.note,
         start=start.saved.step if in_place else None,
@@ -484,20 +503,10 @@ class Session:
 
   def run(self, params: Any) -> dict[str, Any]:
     """Warm start, evaluation, training, evaluation; returns the summary."""
-    rollout = self._settings.rollout
     if self._carried is None:
       params = self._warm_start(params)
-    trainer = Trainer(
-        self._prepared.model,
-        self._settings.train,
-        self._slices.train,
-        self._rules,
-        params,
-        reference=reference_params(
-            self._prepared, self._slices.train, self._rules
-        ),
-        seed=self._settings.seed,
-        max_age=rollout.eta if rollout.staleness == 'mask' else math.inf,
+    trainer = build_trainer(
+        self._prepared, params, self._slices.train, self._rules
     )
     if self._carried is not None:
       self._restore(trainer)
@@ -542,7 +551,7 @@ class Session:
     self._watchdog.at('evaluates the policy after training')
     after = self._evaluate(trainer.version)
     self._watchdog.at('writes down the policy and the summary')
-    self._export(trainer.params)
+    export_policy(self._prepared, trainer.params, self._folder)
     self._keeper.finish()
     self._export_best()
     return self._finish(controller, book, after)
@@ -598,6 +607,7 @@ class Session:
             run_folder.EVENTS: cut.events,
             run_folder.SAMPLES: self._samples.offset(),
             run_folder.EVALUATIONS: self._answers.offset(),
+            run_folder.SCHEDULE: self._schedule.offset(),
         },
         sums={
             'book': book.state(),
@@ -617,16 +627,8 @@ class Session:
       model = self._prepared.model
       source = pretrained.Pretrained(None, best)
       params = source.load(model, self._slices.train, self._rules)
-      hf.save_hf(self._folder / run_folder.BEST, *_merged(model, params))
+      export_merged(self._prepared, params, self._folder / run_folder.BEST)
       self._progress.note(f'best: checkpoint {best.path}')
-
-  def _export(self, params: Any) -> None:
-    """Writes the policy, and the adapters alone where there are some."""
-    model = self._prepared.model
-    hf.save_hf(self._folder / run_folder.POLICY, *_merged(model, params))
-    if model.lora.projections:
-      folder = self._folder / run_folder.ADAPTER
-      peft.save_peft(folder, model, params, base=self._settings.policy.path)
 
   def _warm_start(self, params: Any) -> Any:
     settings, prepared = self._settings, self._prepared
@@ -638,14 +640,8 @@ class Session:
       self._progress.note(f'warm start {done}/{total}: loss {loss:.3f}')
 
     with self._events.span('warm start', 'train', steps=total):
-      params = supervised_warm_start(
-          prepared.model,
-          params,
-          prepared.demonstrations,
-          settings.warm_start,
-          self._slices.train,
-          self._rules,
-          report,
+      params = warm_started(
+          prepared, params, self._slices.train, self._rules, report
       )
     hf.save_hf(self._folder / run_folder.WARM_START, prepared.model, params)
     return params
@@ -690,7 +686,7 @@ class Session:
     self._watchdog.at(f'step {version + 1}: trains and publishes')
     with self._turns or contextlib.nullcontext():
       with self._events.span('step', 'train', version=version) as fields:
-        values = trainer.step(groups)
+        values = self._train(trainer, groups)
         fields['staleness'] = values['staleness_mean']
         fields['tokens'] = values['trained_tokens']
       adapters = bool(self._prepared.model.lora.projections)
@@ -705,6 +701,28 @@ class Session:
     self._record(trainer.version, groups, values, controller, book,
                  time.monotonic() - start)  # fmt: skip
     return cut, values
+
+  def _train(
+      self, trainer: Trainer, groups: Sequence[Group]
+  ) -> dict[str, float]:
+    """One step, recorded before and after; one without a number is left."""
+    version = trainer.version
+    self._schedule.batch(version + 1, groups)
+    try:
+      values = trainer.step(groups)
+    except NonFiniteError:
+      resume.leave_crash(
+          self._folder / run_folder.CRASH,
+          dataclasses.replace(trainer.state, version=version),
+          groups,
+          self._fixed,
+          self._origin,
+          events=self._events,
+          note=self._progress.note,
+      )
+      raise
+    self._schedule.outcome(version + 1, values)
+    return values
 
   def _published(
       self, controller: Controller, version: int, look: bool
@@ -1095,14 +1113,6 @@ class Book:
 def scores_differ(group: Group) -> bool:
   """Whether a group has something to compare; one member alone has not."""
   return len({t.reward.score for t in group.trajectories}) > 1
-
-
-def _merged(model: ModelConfig, params: Any) -> tuple[ModelConfig, Any]:
-  """The policy without adapters of its own, for a folder."""
-  if not model.lora.projections:
-    return model, params
-  # On the host: what is compiled at the end of a run would count as a defect.
-  return lora.merged(model, jax.device_get(params))
 
 
 def shuffle_rewards(

@@ -836,7 +836,7 @@ def line(name: str, arguments: list[str], *words: str):
             'field_like_no_other',
             [QUICKSTART, '--config.zzz', '1'],
             "--config.zzz: config has no field 'zzz', wanted one of",
-            "'rollout', 'sample_bytes', 'seed'",
+            "'rollout', 'sample_bytes', 'schedule_bytes', 'seed'",
         ),
         line(
             'field_of_a_number',

@@ -35,7 +35,7 @@ FLOORS = (
     ('models', 'losses', 'rewards', 'data'),
     ('rollout', 'buffer', 'train', 'weights', 'simulate'),
     ('experiment', 'cluster', 'resume'),
-    ('command', 'session'),
+    ('command', 'replay', 'session'),
     (
         'run',
         'evaluate',

@@ -25,6 +25,7 @@ EVENTS = 'events.jsonl'  # `telemetry.events`
 TRACE = 'trace.json'  # the same for Perfetto; `telemetry.trace`
 SAMPLES = 'samples.jsonl'  # `telemetry.samples`
 EVALUATIONS = 'evaluations.jsonl'  # a row an evaluated answer
+SCHEDULE = 'schedule.bin'  # every batch that was trained; `telemetry.schedule`
 CURVES = 'curves.png'  # `telemetry.plots`
 SUMMARY = 'summary.json'
 TENSORBOARD = 'tensorboard'  # a folder of event files
@@ -35,6 +36,7 @@ POLICY = 'policy'  # the trained policy, in the Hugging Face layout
 ADAPTER = 'adapter'  # the trained adapters alone, in PEFT's layout
 BEST = 'best'  # the one whose metric was highest; `CheckpointSettings`
 CHECKPOINTS = 'checkpoints'  # `train.checkpoint`
+CRASH = 'crash'  # the batch and the state at which training had no number
 PROFILE = 'profile'  # `telemetry.profiling`
 STACKS = 'stacks.txt'  # what each thread did when the run was given up
 

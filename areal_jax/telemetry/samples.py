@@ -3,7 +3,7 @@
 As they were trained, one row an answer, with id, version and log-probability of
 every sampled token; and as they were evaluated. The files have a limit in
 bytes, because a long run would otherwise fill a disk; the last row says when
-the limit was met. They are no replay log.
+the limit was met. What a replay needs is in `schedule.bin`.
 """
 
 from __future__ import annotations

@@ -178,6 +178,15 @@ def verify(path: epath.PathLike) -> Saved:
       wanted.
   """
   path = _absolute(path)
+  try:
+    return _verified(path)
+  except IsADirectoryError as error:
+    raise CheckpointError(
+        f'checkpoint {path}: {error.filename} is a folder, wanted a file'
+    ) from error
+
+
+def _verified(path: epath.Path) -> Saved:
   marker = path / COMMITTED
   if not marker.exists():
     raise CheckpointError(
