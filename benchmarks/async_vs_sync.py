@@ -11,8 +11,9 @@ the same problems, for as many steps, on as many devices:
   eta 4   the same, four versions ahead
 
 Each has its best slot count and number of decode steps a dispatch, from the
-sweep in `SWEEP`; those of eta 4 are those of eta 1. Arms alternate, and the
-figure of an arm is that of its median run.
+sweep in `SWEEP`; those of eta 4 are those of eta 1. Arms alternate. A ratio is
+the median over the rounds of the ratio within a round, since a machine's speed
+drifts from one round to the next; the table shows the median run of each arm.
 
 *Throughput* is effective: sampled tokens that updates consumed, a second of
 wall time, over the steps after `--warm` of them. Updates are real ones, at a
@@ -62,7 +63,7 @@ _SHORT = flags.DEFINE_bool(
 )
 _STEPS = flags.DEFINE_integer('steps', 60, 'Training steps of a run.')
 _WARM = flags.DEFINE_integer('warm', 10, 'Steps before the clock starts.')
-_REPEATS = flags.DEFINE_integer('repeats', 3, 'Runs of each arm.')
+_REPEATS = flags.DEFINE_integer('repeats', 5, 'Runs of each arm.')
 _WARM_START = flags.DEFINE_integer('warm_start', 500, 'Supervised updates.')
 _START = flags.DEFINE_string(
     'start', '', 'An earlier run of the experiment, to start from its start.'
@@ -202,6 +203,12 @@ def median(measured: Sequence[Measured]) -> Measured:
   return ordered[(len(ordered) - 1) // 2]
 
 
+def times(arm: Sequence[Measured], base: Sequence[Measured]) -> float:
+  """How many times the throughput of the base: the median over rounds."""
+  ratios = [a.throughput / b.throughput for a, b in zip(arm, base, strict=True)]
+  return float(np.median(ratios))
+
+
 def best(
     values: Mapping[str, Sequence[Any]],
     layouts: Sequence[str],
@@ -318,7 +325,7 @@ def rows(
   most = bound(sync, cores)
   lines = [report.Row('sync: tokens/s', sync.throughput)]
   for arm in list(ARMS)[1:]:
-    ratio = median(found[arm]).throughput / sync.throughput
+    ratio = times(found[arm], found['sync'])
     lines += [
         report.Row(f'{arm}: times sync', ratio),
         report.Row(f'{arm}: share of the bound', ratio / most),

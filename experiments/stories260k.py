@@ -65,8 +65,14 @@ def get_config() -> Experiment:
           packing=PackingSettings(row_tokens=192, rows=32),
           loss=PolicyLoss(clip=0.2, kl_coefficient=0.05, kl_kind='k3'),
           optimizer=OptimizerSettings(
-              learning_rate=2e-4, weight_decay=0.0, epsilon=1e-8
+              learning_rate=2e-4,
+              # Down to 0: at a constant rate shuffled rewards alone took the
+              # reward of unseen openings from 0.08 to 0.03 in three seeds.
+              schedule='linear',
+              total_steps=40,
+              weight_decay=0.0,
+              epsilon=1e-8,
           ),
       ),
-      evaluation=EvaluationSettings(samples=8, temperature=1.0, show=10),
+      evaluation=EvaluationSettings(samples=16, temperature=1.0, show=10),
   )

@@ -47,6 +47,14 @@ def test_median_is_a_run_of_the_arm():
   assert async_vs_sync.median(runs_of[:2]).tokens == 100
 
 
+def test_ratio_is_taken_within_a_round():
+  # The machine slows down by half in the second round; the ratio of the
+  # medians would be 220 / 160.
+  base = [changed(tokens=tokens) for tokens in (200.0, 100.0, 160.0)]
+  arm = [changed(tokens=tokens) for tokens in (220.0, 110.0, 240.0)]
+  assert async_vs_sync.times(arm, base) == pytest.approx(1.1)
+
+
 def test_sweep_takes_one_setting_after_another():
   tried = []
 
