@@ -45,7 +45,11 @@ from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.profiling import ProfilingSettings
 from areal_jax.tokenizer.base import Tokenizer, render_prompt
 from areal_jax.tokenizer.chat_template import ChatTemplate
-from areal_jax.tokenizer.files import Opened, open_tokenizer
+from areal_jax.tokenizer.files import (
+    Opened,
+    beside_weights,
+    open_tokenizer,
+)
 from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
 from areal_jax.train import pretrained
 from areal_jax.train.checkpoint import CheckpointSettings
@@ -1019,12 +1023,13 @@ def export_policy(prepared: Prepared, params: Any, run: pathlib.Path) -> None:
 def export_merged(
     prepared: Prepared, params: Any, folder: pathlib.Path
 ) -> None:
-  """Writes a policy in the Hugging Face layout, its adapters merged."""
+  """Writes a policy as transformers loads it: merged, with its tokenizer."""
   model = prepared.model
   if model.lora.projections:
     # On the host: what is compiled at the end of a run would count as a defect.
     model, params = lora.merged(model, jax.device_get(params))
-  hf.save_hf(folder, model, params)
+  files = beside_weights(prepared.tokenizer_files)
+  hf.save_hf(folder, model, params, files=files)
 
 
 def served_policy(

@@ -643,7 +643,7 @@ class Session:
       params = warm_started(
           prepared, params, self._slices.train, self._rules, report
       )
-    hf.save_hf(self._folder / run_folder.WARM_START, prepared.model, params)
+    export_merged(prepared, params, self._folder / run_folder.WARM_START)
     return params
 
   def _warm_up(self, trainer: Trainer) -> Handle:

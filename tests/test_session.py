@@ -319,6 +319,8 @@ def test_run_leaves_everything_that_it_promises(asynchronous):
       'tokenizer.model',
       'policy',
   }
+  policy = {path.name for path in (asynchronous.folder / 'policy').iterdir()}
+  assert policy >= {'config.json', 'model.safetensors', 'tokenizer.model'}
   written = json.loads((asynchronous.folder / 'summary.json').read_text())
   for key in (
       'eval_before', 'eval_after', 'wall_s', 'steps', 'eta', 'staleness_max',
