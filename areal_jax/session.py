@@ -806,7 +806,8 @@ class Session:
       answer = result.answers[place]
       problem = self._prepared.evaluation[answer.draw_index]
       score = answer.status.value if answer.score is None else answer.score
-      self._progress.note(f'  {problem.prompt!r} -> {answer.text!r} ({score})')
+      prompt = self._prompt_text(problem)
+      self._progress.note(f'  {prompt!r} -> {answer.text!r} ({score})')
 
   # Its parts.
 
@@ -822,6 +823,12 @@ class Session:
 
   def _render(self, problem: Problem) -> tuple[int, ...]:
     return self._prepared.prompts[problem.id]
+
+  def _prompt_text(self, problem: Problem) -> str:
+    """The prompt as the policy sees it."""
+    if isinstance(problem.prompt, str):
+      return problem.prompt
+    return self._prepared.chat.render(problem.prompt)
 
   def _decode(self, ids: np.ndarray) -> str:
     return self._prepared.tokenizer.decode(ids.tolist())
@@ -925,7 +932,7 @@ class Session:
       for trajectory in group.trajectories:
         sampled = trajectory.loss_mask > 0
         self._samples.write(
-            prompt=str(group.draw.problem.prompt),
+            prompt=self._prompt_text(group.draw.problem),
             completion=self._text(trajectory),
             reward=trajectory.reward.score,
             ids=trajectory.ids[sampled],

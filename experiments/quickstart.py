@@ -34,7 +34,7 @@ from areal_jax.train.trainer import TrainSettings
 def get_config() -> Experiment:
   return Experiment(
       name='quickstart',
-      steps=100,
+      steps=150,
       checkpoint=CheckpointSettings(every=50),
       task=TaskSettings(
           problems='areal_jax.data.running_totals:problems',
@@ -82,7 +82,7 @@ def get_config() -> Experiment:
           optimizer=OptimizerSettings(
               learning_rate=1e-4,
               schedule='linear',
-              total_steps=100,
+              total_steps=150,
               weight_decay=0.0,
               epsilon=1e-8,
           ),

@@ -14,6 +14,7 @@ from areal_jax.experiment import prepare
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.hf import save_hf
+from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.tokenizer.files import open_tokenizer
 from areal_jax.types import Message
 from tests.conftest import ROOT
@@ -162,6 +163,16 @@ def test_a_run_keeps_the_tokenizer_and_says_what_was_left_out(tmp_path):
   assert result.summary['left_out'] == prepared.left_out
   assert sum(result.summary['rewards'].values()) > 0
   assert result.summary['rewards']['error'] == 0
+  # Samples show the prompt as the policy saw it, rendered.
+  samples = [
+      row
+      for row in read_jsonl(result.folder / 'samples.jsonl')
+      if 'completion' in row
+  ]
+  prompts = {row['prompt'] for row in samples}
+  assert prompts <= {
+      prepared.chat.render(problem.prompt) for problem in prepared.train
+  }
   again = open_tokenizer(result.folder)
   assert again.files == prepared.tokenizer_files
   assert sorted(again.files) == [
