@@ -85,7 +85,7 @@ def experiment(output: pathlib.Path, name: str, seed: int) -> Experiment:
   made.task.train_problems = 1024
   made.task.eval_problems = 128
   made.task.demonstration_count = 20_000
-  made.warm_start.steps = 800
+  made.warm_start.steps = 1800
   made.rollout.max_new_tokens = 12
   made.rollout.eta = 1.0
   made.steps = _STEPS
