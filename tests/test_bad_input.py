@@ -221,9 +221,9 @@ def assert_one_line(text: str, words) -> None:
         ),
         case(
             'infinite_train_advantages_epsilon',
-            {'train.advantages.epsilon': float('inf')},
-            'config.train.advantages.epsilon is inf, wanted at least 0 and',
-            'finite',
+            {'train.advantages.sequences.epsilon': float('inf')},
+            'config.train.advantages.sequences.epsilon is inf, wanted at least'
+            ' 0 and finite',
         ),
         case(
             'infinite_policy_model_rope_theta',
@@ -274,8 +274,12 @@ def assert_one_line(text: str, words) -> None:
         ),
         case(
             'advantages_that_contradict',
-            {'train.advantages.kind': 'leave_one_out'},
-            'config.train.advantages.std is True, wanted False with kind',
+            {
+                'train.advantages.sequences.mean': 'none',
+                'train.advantages.sequences.leave_one_out': True,
+            },
+            'config.train.advantages.sequences.leave_one_out is True, wanted'
+            " False with mean 'none'",
         ),
         case(
             'samples_that_are_all_the_same',

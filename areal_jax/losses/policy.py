@@ -204,9 +204,10 @@ class PolicyLoss:
         ' distance that they could judge',
     )
     fixed = self.aggregation == 'constant'
-    require((self.constant_length > 0) == fixed, f'{at}.constant_length',
-            self.constant_length, "at least 1 with aggregation 'constant', 0"
-            ' with another')  # fmt: skip
+    length = self.constant_length
+    right = length >= 1 if fixed else length == 0
+    require(right, f'{at}.constant_length', length,
+            "at least 1 with aggregation 'constant', 0 with another")  # fmt: skip
     for name in ('kl_coefficient', 'entropy_coefficient'):
       value = getattr(self, name)
       right = value >= 0 and math.isfinite(value)

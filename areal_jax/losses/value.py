@@ -41,9 +41,10 @@ class ValueLoss:
       right = value is None or 0 < value < math.inf
       require(right, f'{at}.{name}', value, 'None or a number above 0')
     fixed = self.aggregation == 'constant'
-    require((self.constant_length > 0) == fixed, f'{at}.constant_length',
-            self.constant_length, "at least 1 with aggregation 'constant', 0"
-            ' with another')  # fmt: skip
+    length = self.constant_length
+    right = length >= 1 if fixed else length == 0
+    require(right, f'{at}.constant_length', length,
+            "at least 1 with aggregation 'constant', 0 with another")  # fmt: skip
 
 
 def value_loss(

@@ -164,10 +164,10 @@ class MoeSettings:
     right = math.isfinite(self.balance) and self.balance >= 0
     require(right, f'{at}.balance', self.balance, 'at least 0 and finite')
     require(self.width >= 1, f'{at}.width', self.width, 'at least 1')
+    most = self.experts or most
+    wanted = f'1 to experts={most}' if self.experts else f'1 to {most}'
+    require(1 <= self.chosen <= most, f'{at}.chosen', self.chosen, wanted)
     if self.experts:
-      right = 1 <= self.chosen <= self.experts
-      wanted = f'1 to experts={self.experts}'
-      require(right, f'{at}.chosen', self.chosen, wanted)
       return
     for name in ('balance', 'replay', 'dense_layers'):
       value = getattr(self, name)
