@@ -66,7 +66,7 @@ from areal_jax.ledger import Ledger
 from areal_jax.mesh.host import keep_freed_memory
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, machine_devices
-from areal_jax.models import hf, transformer
+from areal_jax.models import transformer
 from areal_jax.resume import Carried, Start
 from areal_jax.rewards.scorer import Scorer
 from areal_jax.rollout.controller import Controller, Costs, Snapshot

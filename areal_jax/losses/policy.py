@@ -207,7 +207,7 @@ class PolicyLoss:
     length = self.constant_length
     right = length >= 1 if fixed else length == 0
     require(right, f'{at}.constant_length', length,
-            "at least 1 with aggregation 'constant', 0 with another")  # fmt: skip
+            "at least 1 with aggregation 'constant', else 0")  # fmt: skip
     for name in ('kl_coefficient', 'entropy_coefficient'):
       value = getattr(self, name)
       right = value >= 0 and math.isfinite(value)

@@ -44,7 +44,7 @@ class ValueLoss:
     length = self.constant_length
     right = length >= 1 if fixed else length == 0
     require(right, f'{at}.constant_length', length,
-            "at least 1 with aggregation 'constant', 0 with another")  # fmt: skip
+            "at least 1 with aggregation 'constant', else 0")  # fmt: skip
 
 
 def value_loss(
