@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 import io
 import json
 import math
@@ -27,6 +28,7 @@ from areal_jax import types
 
 _TAG = '!'
 _TREE = 'tree'
+_AS_THEY_ARE = (int, str, bool, type(None))
 _CLASSES = {
     name: value
     for name, value in vars(types).items()
@@ -89,6 +91,8 @@ class _Arrays:
 
 def _encoded(value: Any, at: str, arrays: _Arrays) -> Any:
   """The value as JSON holds it, its arrays put aside."""
+  if type(value) in _AS_THEY_ARE:  # most of what is met, so it comes first
+    return value
   if isinstance(value, enum.Enum):  # before text and number, which some are
     return {_TAG: _class_of(value, at), 'value': value.value}
   if value is None or isinstance(value, (bool, int, str)):
@@ -105,8 +109,8 @@ def _encoded(value: Any, at: str, arrays: _Arrays) -> Any:
     return {_TAG: 'array', 'at': arrays.add(value)}
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
     fields = {
-        f.name: _encoded(getattr(value, f.name), f'{at}.{f.name}', arrays)
-        for f in dataclasses.fields(value)
+        name: _encoded(getattr(value, name), f'{at}.{name}', arrays)
+        for name in _field_names(type(value))
     }
     return {_TAG: _class_of(value, at), **fields}
   if isinstance(value, Mapping):
@@ -121,6 +125,11 @@ def _encoded(value: Any, at: str, arrays: _Arrays) -> Any:
       f'{at} is a {type(value).__name__}, wanted a record of types.py, a tuple,'
       ' list or mapping, a numpy array, a number, text or None'
   )
+
+
+@functools.cache
+def _field_names(kind: type) -> tuple[str, ...]:
+  return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _class_of(value: Any, at: str) -> str:
