@@ -69,6 +69,7 @@ from areal_jax.mesh.slices import Slices, cut, machine_devices
 from areal_jax.models import transformer
 from areal_jax.resume import Carried, Start
 from areal_jax.rewards.scorer import Scorer
+from areal_jax.rewards.self_test import self_test
 from areal_jax.rollout.controller import Controller, Costs, Snapshot
 from areal_jax.rollout.evaluation import Evaluation, table_text
 from areal_jax.rollout.workflow import SingleTurn
@@ -92,6 +93,8 @@ from areal_jax.types import (
     Trajectory,
 )
 from areal_jax.weights import Handle
+
+_SELF_TESTED = 4  # problems whose gold answers are scored at the start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -501,9 +504,29 @@ class Session:
     if lost not in (None, saved.version):
       note(f'  the evaluation of version {lost} is lost: its weights are gone')
 
+  def _test_reward(self) -> None:
+    """Says so if gold answers score no more than corrupted ones."""
+    problems = [p for p in self._prepared.evaluation if p.answer][:_SELF_TESTED]
+    if not problems:
+      return
+    limit = self._settings.reward.timeout_s
+    found = self._async.run(
+        self_test(self._judge, problems),
+        timeout_s=60 + 9 * len(problems) * limit,
+        explain=self._judge.explain,
+        check=self._check,
+    )
+    if not found.passed:
+      why = found.error.partition('\n')[0] or found.example
+      self._progress.note(
+          f'caution: {found.right} of {found.problems} gold answers score above'
+          f' corrupted ones ({why}); python -m areal_jax.doctor says more'
+      )
+
   def run(self, params: Any) -> dict[str, Any]:
     """Warm start, evaluation, training, evaluation; returns the summary."""
     if self._carried is None:
+      self._test_reward()
       params = self._warm_start(params)
     trainer = build_trainer(
         self._prepared, params, self._slices.train, self._rules
@@ -901,6 +924,7 @@ class Session:
         'engine_deaths': self._rollout.deaths,
         'silences': self._watchdog.told,
         'step_s': seconds,
+        'rss_bytes': run_folder.rss_bytes(),
         'peak_rss_bytes': run_folder.peak_rss_bytes(),
         'recompiles': self._compilations.since_warm,
         **rates,

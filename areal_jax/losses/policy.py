@@ -40,6 +40,8 @@ from areal_jax.losses import kl, masking, segments
 # Ages, in versions, at which statistics are told apart; the last one stands for
 # all above it too.
 AGES = (0, 1, 2, 3)
+# Edges between which gaps are counted, for percentiles: a quarter of a decade.
+GAP_EDGES = tuple(10.0 ** (power / 4) for power in range(-28, 5))
 
 ObjectiveKind = Literal['clip', 'gate', 'cispo', 'reinforce', 'geometric_mean']
 RatioLevel = Literal['token', 'sequence', 'sequence_token']
@@ -278,9 +280,9 @@ def policy_loss(
       entropy_sum: with `entropy` only.
       fresh_tokens_sum, fresh_gap_sum, fresh_gap_max: |log π_prox - log π_behav|
         of fresh tokens, with `fresh` only.
-      age_<n>_tokens_sum, age_<n>_gap_sum, age_<n>_weight_sum,
+      age_<n>_tokens_sum, age_<n>_weight_sum, age_<n>_weight_squared_sum,
         age_<n>_clipped_sum, age_<n>_rejected_sum: for each of `AGES`, with
-        `ages` only.
+        `ages` only; so are those of `gap_by_age`.
     Over the tokens that no rule dropped:
       objective_sum: w J, each token counted once.
       clipped_sum: tokens at which the clip changed J.
@@ -380,13 +382,53 @@ def policy_loss(
       of_age = (jnp.asarray(mask) > 0) & (bucket == age)
       for name, values in (
           ('tokens', of_age),
-          ('gap', gap),
           ('weight', weight),
+          ('weight_squared', weight**2),
           ('clipped', gain.clipped & surviving),
           ('rejected', rejected),
       ):
         stats[f'age_{age}_{name}_sum'] = masking.masked_sum(values, of_age)
+    stats |= gap_by_age(proximal_logps, behavior_logps, mask, ages)
   return -masking.divide(total, denominator), jax.lax.stop_gradient(stats)
+
+
+def gap_by_age(
+    proximal_logps: Array, behavior_logps: Array, mask: Array, ages: Array
+) -> dict[str, Array]:
+  """How far engine and trainer are apart, for each of `AGES`.
+
+  Tokens of age 0 were sampled under the weights that they are scored under, so
+  their gap is numerics alone.
+
+  Args:
+    proximal_logps, behavior_logps: [B, T] nats, finite.
+    mask: [B, T] positive on sampled tokens.
+    ages: [B, T] versions.
+
+  Returns:
+    Of g = |log π_prox - log π_behav|:
+      age_<n>_gap_sum, age_<n>_gap_max: of g.
+      age_<n>_k1_sum, age_<n>_k3_sum: estimates of KL(π_behav ‖ π_prox).
+      age_<n>_gap_below_sum: [E] tokens with g at most each of `GAP_EDGES`.
+  """
+  stats = {}
+  gap = jnp.abs(proximal_logps - behavior_logps)
+  bucket = jnp.clip(jnp.asarray(ages), AGES[0], AGES[-1])
+  below = gap[..., None] <= jnp.asarray(GAP_EDGES, jnp.float32)
+  for age in AGES:
+    of_age = (jnp.asarray(mask) > 0) & (bucket == age)
+    for name, values in (
+        ('gap', gap),
+        ('k1', kl.k1(behavior_logps, proximal_logps)),
+        ('k3', kl.k3(behavior_logps, proximal_logps)),
+    ):
+      stats[f'age_{age}_{name}_sum'] = masking.masked_sum(values, of_age)
+    stats[f'age_{age}_gap_max'] = masking.masked_max(gap, of_age)
+    counted = jnp.sum(
+        below & of_age[..., None], axis=range(gap.ndim), dtype=jnp.float32
+    )
+    stats[f'age_{age}_gap_below_sum'] = counted
+  return jax.lax.stop_gradient(stats)
 
 
 @dataclasses.dataclass(frozen=True)

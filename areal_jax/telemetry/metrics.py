@@ -412,6 +412,61 @@ _OFF_POLICY = (
         Metric(
             f'{name}_staleness_{age}',
             unit,
+            f'{what} over trained tokens whose staleness is {words}'
+            + ('; here both used the same weights.' if age == 0 else '.'),
+            low,
+            high if age else fresh,
+        )
+        for name, unit, what, low, high, fresh in (
+            (
+                'logprob_gap_p99',
+                'nats',
+                'What 99 % of these differences stay below, to a quarter of a'
+                ' decade,',
+                0.0,
+                2.0,
+                1e-4,
+            ),
+            (
+                'logprob_gap_max',
+                'nats',
+                'The largest of these differences',
+                0.0,
+                10.0,
+                1e-4,
+            ),
+            (
+                'kl_k1',
+                'nats/token',
+                'Mean of log π_behav - log π_prox, the k1 estimate of'
+                ' KL(π_behav ‖ π_prox),',
+                -0.1,
+                0.1,
+                1e-4,
+            ),
+            (
+                'kl_k3',
+                'nats/token',
+                'k3 estimate of KL(π_behav ‖ π_prox)',
+                0.0,
+                0.1,
+                1e-4,
+            ),
+            (
+                'effective_sample_size',
+                'share',
+                '(Σ w)² / (N Σ w²) of the importance weights w',
+                0.3,
+                1.0,
+                1.0,
+            ),
+        )
+        for age, words in _AGES
+    ),
+    *(
+        Metric(
+            f'{name}_staleness_{age}',
+            unit,
             f'{what} whose staleness is {words}.',
             low,
             high,
@@ -683,6 +738,13 @@ _SYSTEM = (
         ' padding.',
         0.0,
         0.5,
+    ),
+    Metric(
+        'rss_bytes',
+        'bytes',
+        'What the process holds resident after the step; its children are not'
+        ' in it. Once warm it should stand still.',
+        0.0,
     ),
     Metric(
         'peak_rss_bytes',

@@ -89,6 +89,14 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     part.unlink(missing_ok=True)
 
 
+def rss_bytes() -> int:
+  """What this process holds resident now, in bytes; children are not in it."""
+  pages = pathlib.Path('/proc/self/statm')
+  if pages.exists():
+    return int(pages.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+  return peak_rss_bytes()  # no procfs (macOS)
+
+
 def peak_rss_bytes() -> int:
   """The most memory this process has held resident so far, in bytes.
 

@@ -107,7 +107,7 @@ class Outcome:
   skipped_updates: int
   consecutive_skips: int
   nonfinite: tuple[str, ...]
-  stats: Mapping[str, float]
+  stats: Mapping[str, float | np.ndarray]
 
 
 def policy_objective(settings: policy.PolicyLoss) -> Objective:
@@ -147,10 +147,12 @@ def policy_objective(settings: policy.PolicyLoss) -> Objective:
           'fresh_gap_sum': masking.masked_sum(gap, fresh),
           'fresh_gap_max': masking.masked_max(gap, fresh),
       }
-      bucket = jnp.clip(ages, policy.AGES[0], policy.AGES[-1])
-      for age in policy.AGES:
-        of_age = mask * (bucket == age)
-        stats[f'age_{age}_gap_sum'] = masking.masked_sum(gap, of_age)
+      stats |= policy.gap_by_age(
+          jnp.where(mask > 0, scores.proximal_logps, 0.0),
+          jnp.where(mask > 0, batch['behavior_logps'], 0.0),
+          mask,
+          ages,
+      )
     return loss, jax.lax.stop_gradient(stats)
 
   return objective
@@ -444,7 +446,10 @@ class TrainStep:
         skipped_updates=int(raw['skipped_updates']),
         consecutive_skips=int(raw['consecutive_skips']),
         nonfinite=tuple(nonfinite),
-        stats={name: float(value) for name, value in raw['stats'].items()},
+        stats={
+            name: float(value) if np.ndim(value) == 0 else value
+            for name, value in raw['stats'].items()
+        },
     )
 
   # What the compiled programs compute.

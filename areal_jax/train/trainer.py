@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -703,9 +703,8 @@ def summarize(
       ):
         value = stats[f'age_{age}_{of}_sum'] / tokens
         values[f'{name}_staleness_{age}'] = value
-    if compared[f'age_{age}_tokens_sum']:
-      gap = compared[f'age_{age}_gap_sum'] / compared[f'age_{age}_tokens_sum']
-      values[f'logprob_gap_staleness_{age}'] = gap
+      values |= _sample_size(stats, age)
+    values |= _gaps(compared, age)
   if squares:
     values['effective_sample_size'] = weights**2 / (count * squares)
   if compared['fresh_tokens_sum']:
@@ -745,6 +744,37 @@ def summarize_critic(
     unexplained = variance('value_error') / variance('return')
     values['explained_variance'] = 1 - unexplained
   return {name: float(value) for name, value in values.items()}
+
+
+def _sample_size(
+    stats: Mapping[str, float | np.ndarray], age: int
+) -> dict[str, float]:
+  """Effective sample size of the tokens of an age, as a share of them."""
+  squares = stats[f'age_{age}_weight_squared_sum']
+  if not squares:
+    return {}
+  size = stats[f'age_{age}_weight_sum'] ** 2 / squares
+  share = size / stats[f'age_{age}_tokens_sum']
+  return {f'effective_sample_size_staleness_{age}': share}
+
+
+def _gaps(
+    stats: Mapping[str, float | np.ndarray], age: int
+) -> dict[str, float]:
+  """How far engine and trainer are apart on the tokens of an age."""
+  tokens = stats[f'age_{age}_tokens_sum']
+  if not tokens:
+    return {}
+  largest = stats[f'age_{age}_gap_max']
+  enough = stats[f'age_{age}_gap_below_sum'] >= 0.99 * tokens
+  edge = policy.GAP_EDGES[np.argmax(enough)] if enough.any() else largest
+  return {
+      f'logprob_gap_staleness_{age}': stats[f'age_{age}_gap_sum'] / tokens,
+      f'logprob_gap_p99_staleness_{age}': min(edge, largest),
+      f'logprob_gap_max_staleness_{age}': largest,
+      f'kl_k1_staleness_{age}': stats[f'age_{age}_k1_sum'] / tokens,
+      f'kl_k3_staleness_{age}': stats[f'age_{age}_k3_sum'] / tokens,
+  }
 
 
 def merged(outcomes: Sequence[Outcome]) -> dict[str, float]:

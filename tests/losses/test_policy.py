@@ -526,6 +526,35 @@ def test_statistics_are_told_apart_by_age():
   np.testing.assert_allclose(
       stats['age_1_weight_sum'], np.exp(0.5) + np.exp(0.25), rtol=1e-6
   )
+  np.testing.assert_allclose(
+      stats['age_1_weight_squared_sum'], np.exp(1) + np.exp(0.5), rtol=1e-6
+  )
+  # π_prox is likelier: log π_behav - log π_prox is -0.5 and -0.25.
+  np.testing.assert_allclose(stats['age_1_k1_sum'], -0.75, rtol=1e-6)
+  np.testing.assert_allclose(
+      stats['age_1_k3_sum'],
+      np.exp(0.5) - 1 - 0.5 + np.exp(0.25) - 1 - 0.25,
+      rtol=1e-5,
+  )
+  assert [stats[f'age_{age}_gap_max'] for age in policy.AGES] == [
+      0.0, 0.5, 0.0, 1.0
+  ]  # fmt: skip
+
+
+def test_gaps_are_counted_below_each_edge():
+  """Against a plain count; what is masked or of another age is not in it."""
+  random = np.random.default_rng(0)
+  gaps = 10.0 ** random.uniform(-9, 2, (3, 50))
+  mask = random.integers(0, 2, (3, 50))
+  ages = random.integers(0, 3, (3, 50))
+  stats = policy.gap_by_age(
+      np.zeros((3, 50), np.float32), gaps.astype(np.float32), mask, ages
+  )
+  for age in (0, 1, 2):
+    held = gaps.astype(np.float32)[(mask > 0) & (ages == age)]
+    expected = [(held <= np.float32(e)).sum() for e in policy.GAP_EDGES]
+    assert stats[f'age_{age}_gap_below_sum'].tolist() == expected
+  assert not stats['age_3_gap_below_sum'].any()
 
 
 @pytest.mark.parametrize(

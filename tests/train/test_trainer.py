@@ -248,6 +248,31 @@ def test_metrics_are_registered_and_complete(restart):
   assert metrics['staleness_mean'] == 1.0
 
 
+def test_gaps_are_told_by_the_age_of_the_tokens(restart):
+  metrics = restart.step(batch())
+  for name in ('logprob_gap', 'logprob_gap_p99', 'logprob_gap_max', 'kl_k1',
+               'kl_k3', 'effective_sample_size'):  # fmt: skip
+    assert f'{name}_staleness_0' in metrics
+    assert f'{name}_staleness_1' not in metrics  # there is no such token
+  assert (
+      metrics['logprob_gap_staleness_0']
+      <= metrics['logprob_gap_p99_staleness_0']
+      <= metrics['logprob_gap_max_staleness_0']
+  )
+  assert metrics['kl_k3_staleness_0'] >= 0
+
+
+def test_tokens_that_are_too_old_are_not_trained(restart, monkeypatch):
+  """Policy `mask`: they leave loss, denominator and staleness alone."""
+  monkeypatch.setattr(restart, '_max_age', 0)
+  restart.step(batch())
+  metrics = restart.step(batch(4))  # all of version 0, trained from version 1
+  assert metrics['masked_fraction'] == 1 and metrics['trained_tokens'] == 0
+  assert 'staleness_max' not in metrics
+  assert metrics['head_staleness_max'] == 1 and metrics['skipped_steps'] == 2
+  assert metrics['reward_mean'] == pytest.approx(1 / 3)
+
+
 def test_version_labels_give_the_staleness_metrics():
   """By hand, at version 5: ages 0 0 | 2 1 0 | 3 3 3 and 4."""
   groups = [

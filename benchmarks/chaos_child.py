@@ -1,0 +1,128 @@
+"""A run of the quickstart's model in which things go wrong; see `chaos.py`.
+
+Engines die and hang, the disk is slow, rewards hang, crash and raise. Each
+fault is written into a log, a line each with kind and time, before it strikes.
+`chaos.py` starts this, kills it and starts it again.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+import zlib
+
+HANG_S = 7.0  # of an engine, and of the disk
+REWARD_TIMEOUT_S = 6.5  # above what counts as a wait
+
+# A fault in so many answers, by what is left of the checksum of their text.
+_REWARD_FAULTS = {0: 'reward_hang', 1: 'reward_crash', 2: 'reward_error'}
+_ONE_IN = 400
+# The first decode step of a process at which an engine is struck, and then
+# every so many of them.
+_DEATHS = (400, 2500)
+_HANGS = (1100, 9000)
+_SLOW_SAVES = (2, 6)  # the same for checkpoints
+
+
+def log_fault(kind: str) -> None:
+  """Appends a line; whole, whoever else appends."""
+  line = json.dumps({'kind': kind, 'wall': time.time()}) + '\n'
+  file = os.open(
+      os.environ['AREAL_CHAOS_LOG'], os.O_WRONLY | os.O_APPEND | os.O_CREAT
+  )
+  try:
+    os.write(file, line.encode())
+  finally:
+    os.close(file)
+
+
+def reward(problem, text):
+  """The quickstart's, faulty for some answers; runs in the workers."""
+  from areal_jax.rewards import running_totals
+
+  number = zlib.crc32(f'{problem.id} {text}'.encode()) % _ONE_IN
+  kind = _REWARD_FAULTS.get(number)
+  if kind and '/train/' in problem.id:
+    log_fault(kind)
+    if kind == 'reward_hang':
+      while True:
+        pass
+    if kind == 'reward_crash':
+      os._exit(3)
+    raise ArithmeticError('injected')
+  return running_totals.exact(problem, text)
+
+
+def strikes(count: int, schedule: tuple[int, int]) -> bool:
+  first, every = schedule
+  return count >= first and (count - first) % every == 0
+
+
+def install_faults() -> None:
+  """Has engines and disk misbehave in this process."""
+  from areal_jax.rollout.engine import Engine
+  from areal_jax.train.checkpoint import Checkpointer
+
+  step, write = Engine.generate_steps, Checkpointer._write
+  steps, saves = iter(range(1, 2**62)), iter(range(1, 2**62))
+
+  def faulty_step(self, params, state, k):
+    if threading.current_thread().name.startswith('engine-0'):
+      number = next(steps)
+      if strikes(number, _DEATHS):
+        log_fault('engine_death')
+        raise ConnectionError('injected')
+      if strikes(number, _HANGS):
+        log_fault('engine_hang')
+        time.sleep(HANG_S)
+    return step(self, params, state, k)
+
+  def slow_write(self, *rest):
+    if strikes(next(saves), _SLOW_SAVES):
+      log_fault('slow_disk')
+      time.sleep(HANG_S)
+    return write(self, *rest)
+
+  Engine.generate_steps = faulty_step
+  Checkpointer._write = slow_write
+
+
+def settings(folder: str, policy: str, seed: int):
+  """The quickstart's model, small batches and a checkpoint every two steps."""
+  from areal_jax.rollout.failures import FailureSettings
+  from areal_jax.train.checkpoint import CheckpointSettings
+  from experiments import quickstart
+
+  made = quickstart.get_config()
+  made.name, made.output, made.seed = policy, folder, seed
+  made.steps, made.resume = 10**6, 'auto'
+  made.warm_start.steps = 0
+  made.task.eval_problems = 8
+  made.evaluation.every = 0
+  made.evaluation.show = 0
+  made.checkpoint = CheckpointSettings(every=2, keep_last=3)
+  made.rollout.staleness = policy
+  made.rollout.batch_size, made.rollout.group_size = 8, 4
+  made.rollout.wait_s = 120.0
+  made.train.optimizer = dataclasses.replace(
+      made.train.optimizer, schedule='constant'
+  )
+  made.reward.function = 'benchmarks.chaos_child:reward'
+  made.reward.timeout_s = REWARD_TIMEOUT_S
+  made.failures = FailureSettings(engine_restarts=10**6, quiet_s=2.5)
+  return made
+
+
+def main(folder: str, policy: str, seed: str) -> int:
+  from areal_jax import command, session
+
+  pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+  install_faults()
+  return command.exit_code(session.run, settings(folder, policy, int(seed)))
+
+
+if __name__ == '__main__':
+  sys.exit(main(*sys.argv[1:]))
