@@ -268,7 +268,8 @@ class Session:
     self._carried = carried
     self._signals = signals
     self._controller: Controller | None = None
-    self._saved: int | None = None if start.saved is None else start.saved.step
+    in_place = start.folder is not None and start.saved is not None
+    self._saved = start.saved.step if in_place else None  # the last step
     self._deaths = 0  # of engines, as far as they are told
     self._evaluating: int | None = None  # version
     self._stack = contextlib.ExitStack()

@@ -14,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
+import time
 from typing import Any, Iterator
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STUCK = 70  # exit code where even the main thread does not answer
-_GRACE_S = 30.0  # for it to answer
 
 
 class Interrupted(KeyboardInterrupt):
@@ -34,10 +35,14 @@ class Signals:
   """Entered around a run, in the main thread; elsewhere it does nothing.
 
   Handlers of before are put back at the end.
+
+  Args:
+    grace_s: seconds for the main thread to leave in, after `expire`.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, grace_s: float = 30.0) -> None:
     self.installed = False
+    self._grace_s = grace_s
     self._before: dict[int, Any] = {}
     self._received: int | None = None
     self._held = False
@@ -78,20 +83,23 @@ class Signals:
   def expire(self, error: BaseException) -> None:
     """Has the main thread raise; called from another one.
 
-    It can only where Python runs. If it has not left half a minute later, the
+    It can only where Python runs. If it has not left half a minute later, or
+    leaves and then waits at the end of the program for a thread that hangs, the
     process ends with exit code `STUCK`.
     """
     if not self.installed:
       return
     self._expired = error
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-    last = threading.Timer(_GRACE_S, self._end)
-    last.daemon = True
-    last.start()
+    threading.Thread(target=self._end, daemon=True).start()
 
   def _end(self) -> None:
-    if self.installed:
-      os._exit(STUCK)
+    """Ends the process as soon as its main thread cannot, after a while."""
+    seen = 0
+    while seen < 2:  # twice in a row: every program ends for a moment
+      time.sleep(self._grace_s / 2)
+      seen = seen + 1 if self.installed or _waits_for_threads() else 0
+    os._exit(STUCK)
 
   def _on_signal(self, number: int, frame: Any) -> None:
     del frame
@@ -106,3 +114,16 @@ class Signals:
     os.write(2, f'\n{name}: the run {then}; once more ends it now\n'.encode())
     if not self._held:
       raise Interrupted(number)
+
+
+def _waits_for_threads() -> bool:
+  """Whether the program is over but for threads that it waits for."""
+  frame = sys._current_frames().get(threading.main_thread().ident)
+  while frame is not None:
+    if (frame.f_globals.get('__name__'), frame.f_code.co_name) == (
+        'threading',
+        '_shutdown',
+    ):
+      return True
+    frame = frame.f_back
+  return False

@@ -214,6 +214,9 @@ def _prepare_worker() -> None:
   # call (a regular expression, a power) would hold out for three more seconds
   # in which no other worker gets a job.
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  # A terminal sends Ctrl-C to us as well, and the program may want to finish
+  # what is under way; it ends us when it does.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
   if sys.platform == 'linux':
     # After kill -9 of the program an idle worker sees its pipe closed, but one
     # in the middle of hung work would go on for ever. The sentinel is a pipe

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from areal_jax.cluster.signals import Interrupted, Signals
+from areal_jax.cluster.signals import STUCK, Interrupted, Signals
 
 
 def send(number):
@@ -83,3 +83,28 @@ def test_second_signal_ends_the_process_at_once():
   )
   done = subprocess.run([sys.executable, '-c', code], timeout=30, check=False)
   assert done.returncode == 128 + signal.SIGTERM
+
+
+HANGS = """
+import concurrent.futures, threading
+from areal_jax.cluster.signals import Signals
+
+never = threading.Event()
+executor = concurrent.futures.ThreadPoolExecutor(1)
+executor.submit(never.wait)  # an engine that never comes back
+with Signals(grace_s=0.5) as signals:
+  threading.Timer(0.1, signals.expire, [TimeoutError('engine 0')]).start()
+  {wait}
+"""
+
+
+@pytest.mark.parametrize(
+    'wait',
+    ['never.wait()', 'signal.pthread_sigmask(0, [2]); never.wait()'],
+    ids=['leaves and waits at the end', 'does not leave'],
+)
+def test_run_that_hangs_ends_with_a_code_of_its_own(wait):
+  # CASES A15 (c). The second one does not even hear the signal.
+  code = 'import signal\n' + HANGS.format(wait=wait)
+  done = subprocess.run([sys.executable, '-c', code], timeout=30, check=False)
+  assert done.returncode == STUCK

@@ -321,6 +321,25 @@ def test_restarted_answer_is_that_of_a_fresh_request(engine):
   assert fresh.ids.tolist() == answers['long0'].ids.tolist()
 
 
+@pytest.mark.parametrize('swap', ['recompute', 'keep', 'restart'])
+def test_interrupted_answer_keeps_its_budget(engine, swap):
+  # CASES A7: three interruptions; what was said counts, the prompt does not.
+  long = tiny.request('long', range(1, 20), new=40)
+  shorts = [tiny.request(f'{n}', new=n, draw=n) for n in (4, 12, 20)]
+  running = Running(engine, swap, weights=False)
+  with running:
+    versions = iter((1, 2, 3))
+    running.on_answer = lambda c: (
+        None if c.request_id == 'long' else running.set_weights(next(versions))
+    )
+    running.submit(long, *shorts)
+    running.set_weights(0)
+    said = running.wait(4)['long']
+  assert len(running.swaps) == 4
+  assert len(said.ids) == len(said.versions) == 40
+  assert said.stop_reason is StopReason.LENGTH
+
+
 def test_prefix_does_not_survive_a_weight_update(engine):
   # CASES A9: the same prompt again, greedily, after very different weights.
   request = tiny.request('first', range(1, 12), new=16, temperature=0.0)
