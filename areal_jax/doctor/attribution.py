@@ -103,7 +103,8 @@ class Paths:
           config, params, ids, positions, ones, **place
       )
       given = jnp.full(ids.shape, temperature)
-      return logprobs.token_logps(logits, ids, ones, given)[0]
+      logps, _ = logprobs.token_logps(logits, ids, ones, given)
+      return logps[0]
 
     def steps(params, ids, temperature, carried, start, end):
       def step(t, carried):

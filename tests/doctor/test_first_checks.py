@@ -13,6 +13,7 @@ from tests import records
 from tests.test_session import experiment
 
 
+@pytest.mark.slow  # four small runs, each compiled anew: a minute
 def test_sound_setup_passes_every_check(tmp_path, capsys):
   made = experiment(tmp_path / 'runs', rollout__eta=1.0)
   code = main(Asked(made, setup_only=False, steps=12))
@@ -21,9 +22,9 @@ def test_sound_setup_passes_every_check(tmp_path, capsys):
   assert {'step 1', 'η = 0', 'weights after a swap', 'gap', 'standing still',
           'overfitting'} <= set(names), lines  # fmt: skip
   # This reward counts ones, whatever the gold answer.
-  assert [line[6:12] for line in lines if line[:4] == 'fail'] == ['reward'], (
-      lines
-  )
+  assert [line[6:12] for line in lines if line[:4] == 'fail'] == [
+      'reward'
+  ], lines
   assert code == 1
   assert not (tmp_path / 'runs').exists()
 

@@ -6,6 +6,7 @@ engine loops it is threads that meet, a thousand operations of them.
 """
 
 import asyncio
+import dataclasses
 import random
 import threading
 import time
@@ -68,7 +69,7 @@ class World:
     self.version = 0
     self.trained = []
     self.saved = 0
-    self.answers = 0
+    self.asked = self.answers = 0
     self.controller = self.build()
 
   def build(self):
@@ -113,16 +114,15 @@ class World:
     self.controller.start()
 
   async def evaluate(self):
-    await asyncio.gather(
-        *(
-            self.client.generate(
-                tiny.request(
-                    f'eval/{self.answers}/{i}', draw=i, purpose=Purpose.EVAL
-                )
-            )
-            for i in range(3)
+    self.asked += 1
+    requests = [
+        dataclasses.replace(
+            tiny.request(f'eval/{self.asked}/{i}', draw=i),
+            purpose=Purpose.EVAL,
         )
-    )
+        for i in range(3)
+    ]
+    await asyncio.gather(*(self.client.generate(r) for r in requests))
     self.answers += 3
 
   async def run(self, operations):
