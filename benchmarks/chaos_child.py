@@ -6,54 +6,20 @@ fault is written into a log, a line each with kind and time, before it strikes.
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 import sys
 import threading
 import time
-import zlib
+
+from benchmarks.chaos_reward import TIMEOUT_S, log_fault
 
 HANG_S = 7.0  # of an engine, and of the disk
-REWARD_TIMEOUT_S = 6.5  # above what counts as a wait
-
-# A fault in so many answers, by what is left of the checksum of their text.
-_REWARD_FAULTS = {0: 'reward_hang', 1: 'reward_crash', 2: 'reward_error'}
-_ONE_IN = 400
 # The first decode step of a process at which an engine is struck, and then
 # every so many of them.
 _DEATHS = (400, 2500)
 _HANGS = (1100, 9000)
 _SLOW_SAVES = (2, 6)  # the same for checkpoints
-
-
-def log_fault(kind: str) -> None:
-  """Appends a line; whole, whoever else appends."""
-  line = json.dumps({'kind': kind, 'wall': time.time()}) + '\n'
-  file = os.open(
-      os.environ['AREAL_CHAOS_LOG'], os.O_WRONLY | os.O_APPEND | os.O_CREAT
-  )
-  try:
-    os.write(file, line.encode())
-  finally:
-    os.close(file)
-
-
-def reward(problem, text):
-  """The quickstart's, faulty for some answers; runs in the workers."""
-  from areal_jax.rewards import running_totals
-
-  number = zlib.crc32(f'{problem.id} {text}'.encode()) % _ONE_IN
-  kind = _REWARD_FAULTS.get(number)
-  if kind and '/train/' in problem.id:
-    log_fault(kind)
-    if kind == 'reward_hang':
-      while True:
-        pass
-    if kind == 'reward_crash':
-      os._exit(3)
-    raise ArithmeticError('injected')
-  return running_totals.exact(problem, text)
 
 
 def strikes(count: int, schedule: tuple[int, int]) -> bool:
@@ -63,6 +29,7 @@ def strikes(count: int, schedule: tuple[int, int]) -> bool:
 
 def install_faults() -> None:
   """Has engines and disk misbehave in this process."""
+  from areal_jax import session
   from areal_jax.rollout.engine import Engine
   from areal_jax.train.checkpoint import Checkpointer
 
@@ -86,6 +53,14 @@ def install_faults() -> None:
       time.sleep(HANG_S)
     return write(self, *rest)
 
+  record = session.Session._record
+  alive = pathlib.Path(os.environ['AREAL_CHAOS_LOG']).with_suffix('.alive')
+
+  def telling_record(self, *rest):
+    record(self, *rest)
+    alive.write_text(str(os.getpid()))
+
+  session.Session._record = telling_record
   Engine.generate_steps = faulty_step
   Checkpointer._write = slow_write
 
@@ -110,8 +85,8 @@ def settings(folder: str, policy: str, seed: int):
   made.train.optimizer = dataclasses.replace(
       made.train.optimizer, schedule='constant'
   )
-  made.reward.function = 'benchmarks.chaos_child:reward'
-  made.reward.timeout_s = REWARD_TIMEOUT_S
+  made.reward.function = 'benchmarks.chaos_reward:reward'
+  made.reward.timeout_s = TIMEOUT_S
   made.failures = FailureSettings(engine_restarts=10**6, quiet_s=2.5)
   return made
 

@@ -34,9 +34,9 @@ from areal_jax.doctor.verdict import Verdict, judge
 from areal_jax.experiment import (
     Experiment,
     Prepared,
+    build_trainer,
     initial_params,
     prepare,
-    reference_params,
 )
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut, machine_devices
@@ -286,15 +286,7 @@ class PlainLoop:
     settings = self._prepared.settings
     mesh, rules = self._slices.train, self._rules
     params, _ = initial_params(self._prepared, mesh, rules)
-    trainer = Trainer(
-        self._prepared.model,
-        settings.train,
-        mesh,
-        rules,
-        params,
-        reference=reference_params(self._prepared, mesh, rules),
-        seed=settings.seed,
-    )
+    trainer = build_trainer(self._prepared, params, mesh, rules)
     publisher = self._rollout.publisher
     answers, groups = [], []
     with contextlib.ExitStack() as stack:
