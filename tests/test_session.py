@@ -409,8 +409,8 @@ def test_evaluation_leaves_training_as_it_was_bit_for_bit(
   assert_same_bits(policy_of(synchronous), policy_of(result))
   samples = rows_of(result, 'samples.jsonl')
   assert samples == rows_of(synchronous, 'samples.jsonl')
-  counts = ('drawn', 'trained', 'dropped', 'in_flight')
-  for name in counts:
+  # How many draws begin after the last step is up to the end of the run.
+  for name in ('trained', 'dropped'):
     assert result.summary[name] == synchronous.summary[name]
   assert evaluated_versions(result) == [0, 2, 4]
   assert result.summary['recompiles_after_warmup'] == 0
