@@ -68,6 +68,8 @@ OUTSIDE_ROOMS = {
     'experiments': 'experiments',
     'tests': 'testing',
 }
+# Scripts that interpreters of other environments run: their imports are theirs.
+PEERS = 'benchmarks/peers/'
 # Files of requirements, each with the hub that Bazel has for it. What a later
 # one pins as well counts as the earlier one's.
 REQUIREMENTS = {
@@ -256,7 +258,10 @@ def imports(root: pathlib.Path, path: pathlib.Path) -> tuple[Import, ...]:
 
   `from a import b` counts as `a.b`, which may be a module or a name in one.
   """
-  found = _imports(path.relative_to(root), path.read_text())
+  file = path.relative_to(root)
+  if str(file).startswith(PEERS):
+    return ()
+  found = _imports(file, path.read_text())
   return tuple(_resolved(root, path, each) for each in found)
 
 
