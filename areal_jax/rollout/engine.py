@@ -539,6 +539,9 @@ class Engine:
   def _generate_program(self, params, state, k):
     slots, most = self.settings.slots, self.settings.steps
     everyone = jnp.arange(slots)
+    params = transformer.layers_apart(
+        self.config, params, self.mesh, self.rules
+    )
     vocabulary = jnp.arange(self.config.padded_vocab_size)
     features = self.settings.sampling
     blank = StepResult(

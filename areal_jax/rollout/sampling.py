@@ -341,7 +341,7 @@ def sample(
   perturbed = shaped + jnp.where(
       greedy[:, None], 0.0, jax.vmap(noise)(streams, positions)
   )
-  tokens = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
+  tokens = _place_of_largest(perturbed)
   normalizer = jax.nn.logsumexp(shaped, axis=-1)
   return Drawn(
       tokens,
@@ -349,6 +349,18 @@ def sample(
       _raw(logits, tokens, choice, active),
       *_likeliest(shaped, normalizer, choice, active, most_top_logps),
   )
+
+
+def _place_of_largest(x: Array) -> Array:
+  """argmax along the last axis, [S] int32.
+
+  XLA for CPU computes what flows into its own argmax number by number, the
+  logarithms of the noise too: 617 us at [64, 512], and 146 in this form.
+  """
+  size = x.shape[-1]
+  best = x.max(-1, keepdims=True)
+  places = jnp.where(x == best, jnp.arange(size, dtype=jnp.int32), size - 1)
+  return places.min(-1)
 
 
 def _at(values: Array, tokens: Array) -> Array:

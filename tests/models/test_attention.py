@@ -91,14 +91,22 @@ def test_the_loop_over_heads_is_for_few_whole_heads_on_cpu(
   assert text.count('dot_general') == (2 * heads if unrolled else 2)
 
 
-def test_paged_attention_reads_the_pages_of_its_slot_up_to_the_position():
+# Both forms of paged attention: heads side by side, and apart.
+FORMS = ('cpu', 1), ('cpu', 2), ('tpu', 1)
+
+
+@pytest.mark.parametrize('platform, shards', FORMS)
+def test_paged_attention_reads_the_pages_of_its_slot_up_to_the_position(
+    platform, shards
+):
   q, k, v, _ = _inputs(heads=4, kv_heads=2)
   rng = np.random.default_rng(3)
   keys = rng.normal(size=(3, 6, 2, 2, 4)).astype('f')  # [L, pages, page, K, H]
   values = rng.normal(size=keys.shape).astype('f')
   table, positions = np.array([[5, 0, 2], [1, 3, 4]]), np.array([3, 0])
-  got = jax.jit(attention.attend_paged)(
-      q[:, 0], keys, values, 1, table, positions
+  form = dict(platform=platform, shards=shards)
+  got = attention.attend_paged(
+      q[:, 0], keys, values, 1, table, positions, **form
   )
   for slot in range(2):
     count = positions[slot] + 1
@@ -109,9 +117,12 @@ def test_paged_attention_reads_the_pages_of_its_slot_up_to_the_position():
     np.testing.assert_allclose(got[slot], wanted[0, 0], atol=1e-6)
 
 
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
 @pytest.mark.parametrize('traced', [False, True])
 @pytest.mark.parametrize('window', [1, 2, 3, 4])
-def test_a_window_of_pages_leaves_out_what_lies_before_it(window, traced):
+def test_a_window_of_pages_leaves_out_what_lies_before_it(
+    window, traced, platform
+):
   q, _, _, _ = _inputs()
   rng = np.random.default_rng(3)
   keys = rng.normal(size=(1, 8, 2, 2, 4)).astype('f')
@@ -121,7 +132,16 @@ def test_a_window_of_pages_leaves_out_what_lies_before_it(window, traced):
   stale = table[0, : (8 - window) // 2]
   keys[:, stale], values[:, stale] = 1e4, 1e4
   program = lambda window: attention.attend_paged(
-      q[:, 0], keys, values, 0, table, positions, window=window, cap=2.0
+      q[:, 0],
+      keys,
+      values,
+      0,
+      table,
+      positions,
+      window=window,
+      cap=2.0,
+      platform=platform,
+      shards=1,
   )
   got = jax.jit(program)(window) if traced else program(window)
   for slot in range(2):
@@ -140,7 +160,7 @@ def test_a_known_window_reads_its_own_pages_alone():
 
   def work(window):
     program = lambda q, k, v, table, at: attention.attend_paged(
-        q, k, v, 0, table, at, window=window
+        q, k, v, 0, table, at, window=window, platform='cpu', shards=1
     )
     inputs = shape(2, 4, 4), cache, cache, whole(2, 64), whole(2)
     compiled = jax.jit(program).lower(*inputs).compile()

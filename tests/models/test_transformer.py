@@ -112,7 +112,7 @@ def run(config, params, mesh=None):
   return np.asarray(logits), jax.tree.map(np.asarray, gradient)
 
 
-def run_decode(config, params, *tables, mesh=None):
+def run_decode(config, params, *tables, mesh=None, apart=False):
   """Row 1, and the first sequence of row 0, a token at a time from PROMPT on.
 
   Returns:
@@ -133,6 +133,10 @@ def run_decode(config, params, *tables, mesh=None):
   def step(params, *inputs):
     return transformer.decode(config, params, *inputs, **where)
 
+  fed = params
+  if apart:
+    fed = transformer.layers_apart(config, params, mesh, Rules())
+    assert [type(layer) for layer in fed['blocks']] == [dict] * config.layers
   results = []
   for table in tables:
     table = np.asarray(table, np.int32)
@@ -141,7 +145,7 @@ def run_decode(config, params, *tables, mesh=None):
     for position in range(PROMPT, table.shape[1] * PAGE):
       at, ids = np.full(2, position, np.int32), rows[:, position]
       ok = position < lengths
-      out, keys, values = step(params, ids, at, keys, values, table, ok)
+      out, keys, values = step(fed, ids, at, keys, values, table, ok)
       logits.append(np.asarray(out))
     results.append((np.stack(logits, 1), np.asarray(keys), np.asarray(values)))
   return results
@@ -326,6 +330,12 @@ def test_decode_of_layers_that_differ_equals_forward(
   np.testing.assert_allclose(got[0], wanted[PROMPT:], atol=1e-5)
   wanted = plain_logits(config, mixed_params, IDS[0, :5])
   np.testing.assert_allclose(got[1, :3], wanted[PROMPT:], atol=1e-5)
+
+
+def test_layers_apart_give_the_same_logits(config, params, decoded):
+  got = run_decode(config, params, PERMUTED, apart=True)[0]
+  for one, wanted in zip(got, decoded[0]):
+    np.testing.assert_allclose(one, wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize('loop', ['unroll', 'scan'])

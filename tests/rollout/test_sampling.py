@@ -321,3 +321,11 @@ def test_stream_depends_on_each_of_its_names_and_on_nothing_else():
   np.testing.assert_array_equal(
       sampling.stream_words(renamed), sampling.stream_words(base)
   )
+
+
+def test_the_first_of_equal_largest_ones_is_taken():
+  rng = np.random.default_rng(0)
+  values = rng.integers(-3, 4, (50, 9)).astype(np.float32)  # full of ties
+  values[0] = sampling.IMPOSSIBLE
+  got = sampling._place_of_largest(jnp.asarray(values))
+  np.testing.assert_array_equal(got, values.argmax(-1))
