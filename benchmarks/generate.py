@@ -46,7 +46,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import statistics
@@ -110,7 +109,7 @@ class Plan:
 
 def plan(short: bool) -> Plan:
   """The table of the top, or a small one."""
-  small = dict(width=64, layers=2, head_size=16, mlp_width=128)
+  small = dict(vocab_size=64, width=64, layers=2, head_size=16, mlp_width=128)
   model = ModelConfig(
       family='qwen2',
       **{
@@ -129,9 +128,10 @@ def plan(short: bool) -> Plan:
   if short:
     return Plan(
         model,
-        fixed=(Work('fixed 16, batch 8', 8, 8, limit=16),),
-        mean=Work('mean 9 of 16', 8, 32, limit=16, stops=48),
-        tail=Work('long tail', 8, 64, limit=64, stops=48),
+        # All of them fit one engine.
+        fixed=(Work('fixed 32, batch 8', 8, 8, limit=32),),
+        mean=Work('mean 13 of 32', 8, 32, limit=32, stops=4),
+        tail=Work('long tail', 8, 64, limit=32, stops=4),
         group=Work('8 samples of 64', 8, 16, prompt=64, limit=8),
         swap_each=16,
     )
@@ -402,12 +402,17 @@ def swap_rows(
   ]
   # Log-probs need a policy that prefers something.
   versions = [_moved(ours.params, other, 0.02 * (i + 1)) for i in range(count)]
+  score = score_program(ours.config)
   for mode in ('recompute', 'keep'):
     served = ours.serve(
         work, ours.params, swap=mode, swap_each=swap_each, versions=versions
     )
     gaps = gaps_after_swaps(
-        ours.config, work, served.answers, [ours.params, *versions]
+        score,
+        ours.config.vocab_size,
+        work,
+        served.answers,
+        [ours.params, *versions],
     )
     name = f'{at}{mode}: mean gap, nats'
     rows.append(report.Row(name, float(gaps.mean())))
@@ -428,7 +433,8 @@ def _moved(params: Params, other: Params, share: float) -> Params:
 
 
 def gaps_after_swaps(
-    config: ModelConfig,
+    score: Callable[..., jax.Array],
+    vocabulary: int,
     work: Work,
     answers: Sequence[Completion],
     versions: Sequence[Params],
@@ -436,13 +442,13 @@ def gaps_after_swaps(
   """Gaps of tokens that were sampled after a swap; see the top.
 
   Args:
-    config: of the policy.
+    score: the `score_program` of the policy.
+    vocabulary: V.
     work: that was answered.
     answers: in order of its requests.
     versions: weights by version.
   """
-  prompts = work.prompts(config.vocab_size)
-  score = _score_program(config)
+  prompts = work.prompts(vocabulary)
   gaps = [np.zeros(0, np.float32)]
   swapped = [
       (prompt, answer)
@@ -460,8 +466,7 @@ def gaps_after_swaps(
   return np.concatenate(gaps)
 
 
-@functools.cache
-def _score_program(config: ModelConfig) -> Callable[..., jax.Array]:
+def score_program(config: ModelConfig) -> Callable[..., jax.Array]:
   """(weights, ids [1, T]) to log-probs [1, T] as the trainer has them."""
 
   @jax.jit
@@ -549,17 +554,19 @@ def measure(
     only: names of `PARTS` to run.
   """
   counter = CompilationCounter().install()
-  engines: list[Ours] = []
+  engines: dict[tuple[Any, ...], Ours] = {}
 
   def ours(*works: Work) -> Ours:
-    engines.append(Ours(plan.model, works, counter))
-    return engines[-1]
+    shapes = dataclasses.astuple(serving.engine_settings(*works))
+    if shapes not in engines:
+      engines[shapes] = Ours(plan.model, works, counter)
+    return engines[shapes]
 
   rows: list[report.Row] = []
   for part in only:
     rows += PARTS[part](plan, ours, peers, rounds)
   counter.uninstall()
-  compiled = sum(engine.compiled for engine in engines)
+  compiled = sum(engine.compiled for engine in engines.values())
   rows.append(report.bounded('compilations after warm-up', compiled, '<= 0'))
   return rows
 

@@ -286,7 +286,7 @@ def engine_settings(*works: Work) -> EngineSettings:
       slots=max(work.slots for work in works),
       max_length=max(work.prompt + work.limit for work in works),
       max_prompt_length=max(work.prompt for work in works),
-      max_stop_ids=max(1, *(work.stops for work in works)),
+      max_stop_ids=max(4, *(work.stops for work in works)),
   )
 
 

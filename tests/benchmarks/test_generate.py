@@ -189,7 +189,11 @@ def test_gap_is_of_tokens_behind_a_swap(ours):
   one = said([0, 0, 1, 1], [9, 9, even, even + 0.5])
   whole = said([1, 1, 1, 1], [9, 9, 9, 9])  # never swapped
   gaps = generate.gaps_after_swaps(
-      ours.config, WORK, [one, whole], [None, ours.flat]
+      generate.score_program(ours.config),
+      ours.config.vocab_size,
+      WORK,
+      [one, whole],
+      [None, ours.flat],
   )
   np.testing.assert_allclose(gaps, [0, 0.5], atol=1e-5)
 
