@@ -17,8 +17,8 @@ from benchmarks.chaos_reward import TIMEOUT_S, log_fault
 HANG_S = 7.0  # of an engine, and of the disk
 # The first decode step of a process at which an engine is struck, and then
 # every so many of them.
-_DEATHS = (400, 2500)
-_HANGS = (1100, 9000)
+_DEATHS = (60, 1500)
+_HANGS = (140, 6000)
 _SLOW_SAVES = (2, 6)  # the same for checkpoints
 
 
