@@ -387,6 +387,7 @@ class Session:
         dtype=rollout.dtype or None,
         merge=rollout.merge_adapters,
         restarts=self._settings.failures.restarts,
+        exact=rollout.eta == 0,  # equal in bits to a plain loop
     )
 
   def _build_watchdog(self) -> Watchdog:

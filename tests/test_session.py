@@ -182,12 +182,11 @@ def one_group(prepared, engine, weights, state, draw, version):
       )
       for sample in range(size)
   ]
-  prefix = engine.prefill(
-      params=weights,
-      padded_tokens=engine.pad_prompt(prompt),
-      true_length=len(prompt),
-  )
-  state = engine.insert_many(prefix, state, range(size), requests)
+  prompt = np.asarray(prompt, np.int32)
+  tables = engine.own_tables()
+  for slot in range(size):  # each by itself: nothing is shared here
+    state = engine.extend_whole(weights, state, prompt, tables[slot])
+  state = engine.occupy(state, range(size), requests, [prompt] * size)
   ids, logps = [[] for _ in requests], [[] for _ in requests]
   active = True
   while active:

@@ -199,6 +199,7 @@ def build_rollout(
     dtype: str | None = None,
     merge: bool = False,
     restarts: int = 0,
+    exact: bool = False,
 ) -> Rollout:
   """One engine and loop for each rollout mesh, and what joins them.
 
@@ -209,11 +210,14 @@ def build_rollout(
     rules: logical to mesh axes.
     swap: what new weights do to running requests.
     events: where spans go.
-    dispatch_lock: held around device work that must take turns.
+    dispatch_lock: held around device work that must take turns; loops that do
+      so let go of their caches while they have nothing to do.
+    tokenizer: reads answers that stop strings may end.
     dtype: of the weights on the rollout side; None to leave it.
     merge: whether adapters are merged where they arrive, so that engines run a
       policy without any.
     restarts: times that the thread of each may begin anew after an exception.
+    exact: whether caches may not change an answer in its last bits.
   """
   served = lora.without(config) if merge else config
   loops, targets = [], []
@@ -232,6 +236,8 @@ def build_rollout(
             dispatch_lock=dispatch_lock or pair,
             tokenizer=tokenizer,
             restarts=restarts,
+            exact=exact,
+            release_idle=dispatch_lock is not None,
         )
     )
     shardings, finish = engine.param_shardings, None
@@ -251,7 +257,8 @@ def build_rollout(
 def build_evaluator(rollout: Rollout, events: EventLog) -> Evaluator:
   """A second loop on each engine of the rollout, for evaluation.
 
-  It takes turns with the first one on the devices where that one takes turns.
+  It takes turns with the first one on the devices where that one takes turns,
+  and has a cache as long as it evaluates.
   """
   return Evaluator(
       [
@@ -264,6 +271,8 @@ def build_evaluator(rollout: Rollout, events: EventLog) -> Evaluator:
               tokenizer=loop.tokenizer,
               lane=f'evaluate/{loop.name}',
               restarts=loop.restarts,
+              exact=loop.exact,
+              release_idle=True,
           )
           for loop in rollout.loops
       ]

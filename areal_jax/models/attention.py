@@ -21,6 +21,9 @@ Array = jax.Array
 # Finite, so that a row that is masked whole has no NaN in value or gradient.
 MASKED = -1e30
 
+# Cached tokens that `attend_behind` reads at a time.
+_BLOCK = 128
+
 # Above this many heads the unrolled loop costs more to compile than it saves.
 _MOST_HEADS_UNROLLED = 16
 
@@ -105,6 +108,99 @@ def attend_by_head(
     )
     heads.append(mixed / weights.sum(-1, keepdims=True))
   return jnp.stack(heads, 2)
+
+
+def attend_behind(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    keys: Array,
+    values: Array,
+    layer: Array | int,
+    page_table: Array,
+    lengths: Array,
+    *,
+    window: Array | int | None = None,
+    cap: float = 0.0,
+) -> Array:
+  """Attention of rows to themselves and to what is cached before them.
+
+  The cache is read in blocks up to the longest row's length, so that one
+  program serves any length at the cost of that length. The softmax over both
+  parts is put together block by block: with m the largest score so far, sums of
+  exp(score - m) and exp(score - m) v are kept and rescaled as m grows
+  (https://arxiv.org/abs/1805.02867).
+
+  Args:
+    q: [B, T, N, H] scaled queries.
+    k: [B, T, K, H] keys of the rows' own tokens.
+    v: [B, T, K, H] values.
+    mask: [B, T, T] True where a query may look in its own row.
+    keys: [L, pages, page, K, H] the cache.
+    values: [L, pages, page, K, H] the cache.
+    layer: which L.
+    page_table: [B, P] pages that hold a row's first P · page positions.
+    lengths: [B] positions cached; the row's own begin behind them.
+    window: positions that a query sees, its own included; None for all.
+    cap: of the scores.
+
+  Returns:
+    [B, T, N, H] float32.
+  """
+  b, t, n, h = q.shape
+  page, kv_heads = keys.shape[2:4]
+  q = q.reshape(b, t, kv_heads, -1, h)
+
+  def part(k, v, mask):
+    """Largest score [B, K, R, T, 1], sum of exp and mixture [B, K, R, T, H]."""
+    scores = jnp.einsum(
+        'btkrh,bckh->bkrtc', q, k, preferred_element_type=jnp.float32
+    )
+    scores = jnp.where(mask[:, None, None], capped(scores, cap), MASKED)
+    best = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - best)
+    mixed = jnp.einsum(
+        'bkrtc,bckh->bkrth',
+        weights.astype(v.dtype),
+        v,
+        preferred_element_type=jnp.float32,
+    )
+    return best, weights.sum(-1, keepdims=True), mixed
+
+  columns = max(1, _BLOCK // page)
+  block = columns * page
+  spare = -page_table.shape[1] % columns
+  page_table = jnp.pad(page_table, ((0, 0), (0, spare)))
+  positions = lengths[:, None] + jnp.arange(t)
+
+  def add(i, carry):
+    at = jax.lax.dynamic_slice_in_dim(page_table, i * columns, columns, 1)
+    places = i * block + jnp.arange(block)
+    seen = (places < lengths[:, None])[:, None]
+    if window is not None:
+      seen &= places > positions[:, :, None] - window
+    seen = jnp.broadcast_to(seen, (b, t, block))
+    new = part(
+        keys[layer, at].reshape(b, block, kv_heads, h),
+        values[layer, at].reshape(b, block, kv_heads, h),
+        seen,
+    )
+    best = jnp.maximum(carry[0], new[0])
+    old_scale, new_scale = jnp.exp(carry[0] - best), jnp.exp(new[0] - best)
+    return best, *(
+        x * old_scale + y * new_scale for x, y in zip(carry[1:], new[1:])
+    )
+
+  first = 0
+  if isinstance(window, int):
+    # Rows that nothing is cached of do not hold the others back.
+    begin = jnp.where(lengths > 0, lengths - window + 1, lengths.max())
+    first = jnp.maximum(begin.min(), 0) // block
+  blocks = (lengths.max() + block - 1) // block
+  _, total, mixed = jax.lax.fori_loop(first, blocks, add, part(k, v, mask))
+  mixed = jnp.moveaxis(mixed / total, 3, 1)  # [B, T, K, R, H]
+  return mixed.reshape(b, t, n, h)
 
 
 def attend_paged(

@@ -70,13 +70,15 @@ class Prefix:
   """What is cached of B sequences, for `prefill` to go on from.
 
   Attributes:
-    keys: [L, B, P, K, H] rotated, from position 0; as `prefill` returns.
-    values: [L, B, P, K, H].
-    lengths: [B] real tokens of each row, at most P.
+    keys: [L, pages, page, K, H] the cache, keys rotated; as for `decode`.
+    values: [L, pages, page, K, H].
+    page_table: [B, P] pages that hold a row's first P · page positions.
+    lengths: [B] cached tokens of each row, at most P · page.
   """
 
   keys: Array
   values: Array
+  page_table: Array
   lengths: Array
 
 
@@ -649,14 +651,9 @@ def prefill_routed(
   places = jnp.arange(ids.shape[1])
   positions = jnp.broadcast_to(places, ids.shape)
   real = positions < lengths[:, None]
-  seen = positions
+  masks = _masks(config, real[:, None], places, places)
   if prefix is not None:
-    before = jnp.arange(prefix.keys.shape[2])
-    before = jnp.broadcast_to(before, (len(ids), len(before)))
     positions = positions + prefix.lengths[:, None]
-    real = jnp.concatenate([before < prefix.lengths[:, None], real], 1)
-    seen = jnp.concatenate([before, positions], 1)
-  masks = _masks(config, real[:, None], positions[:, :, None], seen[:, None, :])
   attend = _row_attention(
       config, ids.shape, masks, layout, prefix=prefix, collect=True
   )
@@ -858,14 +855,13 @@ def _masks(
   Args:
     config: of the policy.
     real: [B, 1 or T, C] keys that a query may see if they are not ahead of it.
-    queries: [T] or [B, T, 1] where they are.
-    keys: [C] or [B, 1, C] where they are.
+    queries: [T] where they are.
+    keys: [C] where they are.
 
   Returns:
     [B, T, C] bool twice; None for the second where no layer slides.
   """
-  if queries.ndim == 1:
-    queries, keys = queries[:, None], keys[None]
+  queries, keys = queries[:, None], keys[None]
   full = real & (keys <= queries)
   if not config.sliding_layers:
     return full, None
@@ -890,18 +886,31 @@ def _row_attention(
     k = layout(k, 'batch', 'time', 'kv_heads', 'head')
     v = layout(v, 'batch', 'time', 'kv_heads', 'head')
     own = (k, v) if collect else None
-    if prefix is not None:
-      k = jnp.concatenate([prefix.keys[layer], k], 1)
-      v = jnp.concatenate([prefix.values[layer], v], 1)
-    mixed = attention.attend(
-        q,
-        k,
-        v,
-        _of_layer(config, layer, *masks),
-        cap=config.attention_cap,
-        platform=layout.platform,
-        shards=layout.head_shards,
-    )
+    mask = _of_layer(config, layer, *masks)
+    if prefix is None:
+      mixed = attention.attend(
+          q,
+          k,
+          v,
+          mask,
+          cap=config.attention_cap,
+          platform=layout.platform,
+          shards=layout.head_shards,
+      )
+    else:
+      mixed = attention.attend_behind(
+          q,
+          k,
+          v,
+          mask,
+          prefix.keys,
+          prefix.values,
+          layer,
+          prefix.page_table,
+          prefix.lengths,
+          window=_of_layer(config, layer, None, config.sliding_window),
+          cap=config.attention_cap,
+      )
     return mixed.reshape(b * t, *mixed.shape[2:]), cache, own
 
   return attend

@@ -1,27 +1,32 @@
 """The decode engine: one policy on one rollout mesh, S slots side by side.
 
-What lives here: the jitted programs (prefill, insert, generate, rebuild,
-release) and the decode state that they pass on. The state holds everything
-that a slot needs to go on: its tokens, its cache pages, its sampling settings,
-its random stream, its limit. `params` is always an argument, so the same
-engine serves any version. Who asks, when weights change and who gets the
-answer is left to `loop.py`.
+What lives here: the jitted programs (extend, occupy, generate, release, and
+for JetStream prefill and insert) and the decode state that they pass on. The
+state holds everything that a slot needs to go on: its tokens, its sampling
+settings, its random stream, its limit; and the pages of the cache. `params` is
+always an argument, so the same engine serves any version. Who asks, which pages
+are whose, when weights change and who gets the answer is left to `loop.py` and
+`cache.py`.
 
 Method names and the meaning of their arguments are those of
 `jetstream.engine.engine_api.Engine` (google-jetstream 0.2.2), without its
-import, which loads TensorFlow; `insert_many`, `generate_steps`, `rebuild` and
-`release` are ours.
+import, which loads TensorFlow; `extend`, `occupy`, `insert_many`,
+`generate_steps`, `rebuild` and `release` are ours.
 
-Two facts hold the design together:
+Three facts hold the design together:
 
-* The cache always lacks the last token of a slot. `prefill` caches the prompt,
-  and the next decode step feeds the last token again, at its own position. So
+* The cache always lacks the last token of a slot. What stands before it is
+  cached, and the next decode step feeds the last token, at its own position. So
   every sampled token, the first one too, comes out of the one decode program,
-  the G samples of a problem share one prefill, and after new weights a slot is
-  whole again once its cache is rebuilt: no logits have to be kept.
+  the G samples of a problem share what is cached of it, and after new weights a
+  slot is whole again once its cache is rebuilt: no logits have to be kept.
 * A slot is not a cache address. Logical position p of slot s lives on page
-  `page_table[s, p // page_size]`. The table is the identity as long as nothing
-  shares pages.
+  `tables[s, p // page_size]`. Tables are the caller's and come with each call,
+  as wide as the longest live sequence needs, so that attention costs by that
+  and not by the capacity. Without one every slot has pages of its own, side by
+  side.
+* Whatever fills the cache, a prompt, a piece of one, a sequence that was pushed
+  out, or all of them anew under new weights, is the one program `extend`.
 """
 
 from __future__ import annotations
@@ -50,6 +55,10 @@ Params = Any
 
 _SMALLEST_PREFILL = 16
 _PROMPT_LOGITS = 2**24  # most logits of a prompt that are there at once
+# Decode programs for fewer live tokens would not be faster, and be compiled.
+_SMALLEST_LIVE = 64
+# Tokens of history that one `occupy` program takes to the devices.
+_MOST_OCCUPIED = 2**18
 
 
 @dataclasses.dataclass
@@ -61,8 +70,13 @@ class EngineSettings:
     max_length: longest prompt plus answer, in tokens.
     max_prompt_length: longest prompt, in tokens.
     page_size: tokens a cache page.
+    pages: of the cache; 0 for so many that all slots can be of `max_length`.
+      With fewer, memory follows the tokens that are live, and the youngest
+      request gives way, to be continued later, when pages run out.
     steps: k, most decode steps a dispatch.
-    rebuild_rows: slots whose caches one rebuild program recomputes.
+    chunk: most tokens that one prefill program computes, rows and all; longer
+      prompts come in pieces, with decode steps in between.
+    prefill_rows: most sequences that one prefill program computes pieces of.
     max_stop_ids: room for stop ids in each slot.
     sampling: what requests may ask of the sampler that costs something.
   """
@@ -71,8 +85,10 @@ class EngineSettings:
   max_length: int = 128
   max_prompt_length: int = 64
   page_size: int = 16
+  pages: int = 0
   steps: int = 8
-  rebuild_rows: int = 16
+  chunk: int = 1024
+  prefill_rows: int = 16
   max_stop_ids: int = 4
   sampling: SamplingFeatures = dataclasses.field(
       default_factory=SamplingFeatures
@@ -80,7 +96,8 @@ class EngineSettings:
 
   def validate(self, at: str) -> None:
     for name in ('slots', 'max_length', 'max_prompt_length', 'page_size',
-                 'steps', 'rebuild_rows', 'max_stop_ids'):  # fmt: skip
+                 'steps', 'chunk', 'prefill_rows',
+                 'max_stop_ids'):  # fmt: skip
       value = getattr(self, name)
       require(value >= 1, f'{at}.{name}', value, 'at least 1')
     require(
@@ -89,20 +106,92 @@ class EngineSettings:
         self.max_prompt_length,
         f'less than max_length={self.max_length}',
     )
-    power = self.page_size & (self.page_size - 1) == 0
-    require(power, f'{at}.page_size', self.page_size, 'a power of two')
+    for name in ('page_size', 'chunk'):
+      value = getattr(self, name)
+      power = value & (value - 1) == 0
+      require(power, f'{at}.{name}', value, 'a power of two')
+    least = max(_SMALLEST_PREFILL, self.page_size)
+    require(
+        self.chunk >= least,
+        f'{at}.chunk',
+        self.chunk,
+        f'at least {least}, with page_size={self.page_size}',
+    )
+    # A sequence of any length, and the page that its last one is copied from.
+    least = self.pages_per_slot + 1
+    require(
+        self.pages == 0 or self.pages >= least,
+        f'{at}.pages',
+        self.pages,
+        f'0 or at least {least}: one more than max_length takes',
+    )
 
   @property
   def pages_per_slot(self) -> int:
     return math.ceil(self.max_length / self.page_size)
 
   @property
+  def total_pages(self) -> int:
+    """Pages of the cache. What slots copy from needs some beside theirs."""
+    return self.pages or (self.slots + 1) * self.pages_per_slot
+
+  @property
   def prefill_buckets(self) -> tuple[int, ...]:
     """Padded prompt lengths: powers of two, the last one holds any prompt."""
+    return self._buckets(self.max_prompt_length)
+
+  @property
+  def piece_buckets(self) -> tuple[int, ...]:
+    """Padded lengths of the pieces that sequences are cached in."""
+    return self._buckets(min(self.chunk, self.max_length))
+
+  @property
+  def longest_piece(self) -> int:
+    return self.piece_buckets[-1]
+
+  @property
+  def live_buckets(self) -> tuple[int, ...]:
+    """Columns of page tables that decode programs exist for."""
+    columns = max(1, _SMALLEST_LIVE // self.page_size)
+    buckets = []
+    while columns < self.pages_per_slot:
+      buckets.append(columns)
+      columns *= 2
+    return (*buckets, self.pages_per_slot)
+
+  @property
+  def occupy_rows(self) -> int:
+    """Slots that one `occupy` program fills."""
+    capacity = self.pages_per_slot * self.page_size
+    return min(self.slots, max(1, _MOST_OCCUPIED // capacity))
+
+  def piece_bucket(self, length: int) -> int:
+    """The smallest bucket that holds a piece."""
+    return next(b for b in self.piece_buckets if b >= length)
+
+  def piece_rows(self, bucket: int) -> int:
+    """Rows of the program that computes pieces of this bucket together."""
+    return max(1, min(self.prefill_rows, self.chunk // bucket))
+
+  def rows_for(self, count: int, bucket: int) -> int:
+    """Rows of the program to take for so many pieces: 1 or `piece_rows`.
+
+    Rows that nobody needs are computed too, so a few prompts come one by one.
+    """
+    most = self.piece_rows(bucket)
+    alone = bucket <= self.prefill_buckets[-1] and 4 * count <= most
+    return 1 if alone else most
+
+  def live_columns(self, tokens: int) -> int:
+    """The fewest columns that hold a sequence of so many tokens."""
+    needed = -(-tokens // self.page_size)
+    return next(c for c in self.live_buckets if c >= needed)
+
+  def _buckets(self, longest: int) -> tuple[int, ...]:
     capacity = self.pages_per_slot * self.page_size
     bucket = max(_SMALLEST_PREFILL, self.page_size)
     buckets = []
-    while bucket < self.max_prompt_length:
+    while bucket < longest:
       buckets.append(min(bucket, capacity))
       bucket *= 2
     return tuple(sorted({*buckets, min(bucket, capacity)}))
@@ -131,7 +220,6 @@ class DecodeState:
 
   keys: Array  # [L, pages, page_size, K, H]
   values: Array  # [L, pages, page_size, K, H]
-  page_table: Array  # [S, pages a slot] int32
   history: Array  # [S, C] int32, prompt and answer so far
   length: Array  # [S] int32, tokens in history; the last one is not cached
   prompt_length: Array  # [S] int32
@@ -168,16 +256,29 @@ class StepResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotSettings:
-  """Per-slot settings of requests in the arrays that `insert_many` takes."""
+class Pieces:
+  """Tokens to be cached, R rows of T: each a piece of a sequence.
 
-  slots: np.ndarray  # [S] int32, the first `count` are meant
-  count: np.ndarray  # [] int32
-  new_tokens: np.ndarray  # [S] int32
-  min_new_tokens: np.ndarray  # [S] int32
+  Example: the tokens from 8 on of a sequence of 19, with pages of 4: start 8,
+  length 11, and a table that names the pages of positions 0 to 18.
+  """
+
+  ids: np.ndarray  # [R, T] int32, padded on the right
+  starts: np.ndarray  # [R] int32, cached before; whole pages
+  lengths: np.ndarray  # [R] int32 tokens that are meant, 0 in unused rows
+  tables: np.ndarray  # [R, pages a slot] int32
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotSettings:
+  """Per-slot settings of M requests, of which the first ones are meant."""
+
+  slots: np.ndarray  # [M] int32, S where no request is meant
+  new_tokens: np.ndarray  # [M] int32
+  min_new_tokens: np.ndarray  # [M] int32
   choice: sampling.Choice  # of numpy arrays
-  stop_ids: np.ndarray  # [S, E] int32
-  words: np.ndarray  # [S, 6] uint32, see `sampling.stream_words`
+  stop_ids: np.ndarray  # [M, E] int32
+  words: np.ndarray  # [M, 6] uint32, see `sampling.stream_words`
 
 
 class Engine:
@@ -224,11 +325,8 @@ class Engine:
     self._generate = compiled(
         self._generate_program, out_shardings=(state, alone)
     )
-    self._rebuild = compiled(
-        self._rebuild_program,
-        out_shardings=(state, alone),
-        static_argnames='pages',
-    )
+    self._extend = compiled(self._extend_program, out_shardings=(state, alone))
+    self._occupy = compiled(self._occupy_program, out_shardings=state)
     self._release = compiled(self._release_program, out_shardings=state)
     self._prompt_logps = jax.jit(self._prompt_logps_program)
 
@@ -334,6 +432,75 @@ class Engine:
     if refusal:
       raise ValueError(f'request {request.request_id}: {refusal}')
 
+  def own_tables(self) -> np.ndarray:
+    """[S, pages a slot] int32: tables of slots that share nothing.
+
+    Raises:
+      ValueError: there are fewer pages than that takes.
+    """
+    s = self.settings
+    pages = s.slots * s.pages_per_slot
+    if pages > s.total_pages:
+      raise ValueError(
+          f'{s.slots} slots with pages of their own need {pages} pages, the'
+          f' cache has {s.total_pages}'
+      )
+    return np.arange(pages, dtype=np.int32).reshape(s.slots, -1)
+
+  def extend(
+      self, params: Params, state: DecodeState, pieces: Pieces
+  ) -> tuple[DecodeState, Array | None]:
+    """Caches pieces of sequences, each behind what is cached of it already.
+
+    Pages that a piece begins are written whole; those before are read.
+
+    Args:
+      params: weights to compute with.
+      state: the decode state; no slot of it changes.
+      pieces: T one of `piece_buckets`, R 1 or that bucket's rows.
+
+    Returns:
+      The state, and [R, T, L, k] int16 the experts that the tokens went to;
+      None where choices are not recorded.
+    """
+    return self._extend(params, state, vars(pieces))
+
+  def occupy(
+      self,
+      state: DecodeState,
+      slots: Sequence[int],
+      requests: Sequence[Request],
+      tokens: Sequence[np.ndarray],
+      copies: Sequence[tuple[int, int] | None] | None = None,
+  ) -> DecodeState:
+    """Lets slots go on with sequences whose tokens but the last are cached.
+
+    Args:
+      state: the decode state.
+      slots: which slots.
+      requests: what is asked of each.
+      tokens: [n] of each: its prompt, and what it has answered before.
+      copies: (from page, to page) to copy for each before; None for nothing.
+    """
+    s = self.settings
+    rows, nowhere = s.occupy_rows, s.total_pages
+    for start in range(0, len(slots), rows):
+      part = slice(start, start + rows)
+      settings = self._slot_settings(slots[part], requests[part], rows)
+      history = np.zeros((rows, s.pages_per_slot * s.page_size), np.int32)
+      lengths, prompts = np.ones((2, rows), np.int32)
+      pages = np.full((rows, 2), nowhere, np.int32)
+      for i, (row, request) in enumerate(zip(tokens[part], requests[part])):
+        history[i, : len(row)] = row
+        lengths[i], prompts[i] = len(row), len(request.prompt_ids)
+        if copies is not None and copies[start + i] is not None:
+          pages[i] = copies[start + i]
+      # Not `asdict`, which copies every array.
+      state = self._occupy(
+          state, vars(settings), history, lengths, prompts, pages
+      )
+    return state
+
   def insert_many(
       self,
       prefix: Prefix,
@@ -341,22 +508,40 @@ class Engine:
       slots: Sequence[int],
       requests: Sequence[Request],
   ) -> DecodeState:
-    """Puts one prefix into several slots, each with its own request."""
-    settings = self._slot_settings(slots, requests)
-    # Not `asdict`, which copies every array.
-    return self._insert(prefix, state, vars(settings))
+    """Puts one prefix into several slots, each with pages of its own."""
+    settings = self._slot_settings(slots, requests, self.settings.slots)
+    where = np.full(
+        (self.settings.slots, self.settings.pages_per_slot),
+        self.settings.total_pages,
+        np.int32,
+    )
+    where[: len(slots)] = self.own_tables()[list(slots)]
+    return self._insert(prefix, state, vars(settings), where)
 
   def generate_steps(
-      self, params: Params, state: DecodeState, k: int
+      self,
+      params: Params,
+      state: DecodeState,
+      k: int,
+      tables: np.ndarray | None = None,
   ) -> tuple[DecodeState, StepResult]:
     """Up to k decode steps in one dispatch; ends early when no slot is active.
+
+    Args:
+      params: weights to decode with.
+      state: the decode state.
+      k: steps.
+      tables: [S, P] pages of all slots, P one of `live_buckets`, with those
+        that these steps write; None for pages of their own.
 
     Raises:
       ValueError: k is not in 1..settings.steps.
     """
     if not 1 <= k <= self.settings.steps:
       raise ValueError(f'k is {k}, wanted 1..{self.settings.steps}')
-    return self._generate(params, state, np.int32(k))
+    if tables is None:
+      tables = self.own_tables()
+    return self._generate(params, state, tables, np.int32(k))
 
   def prompt_logps(
       self, params: Params, padded_tokens: np.ndarray, true_length: int
@@ -371,50 +556,43 @@ class Engine:
     return self._prompt_logps(params, padded_tokens, np.int32(true_length))
 
   def rebuild(
-      self,
-      params: Params,
-      state: DecodeState,
-      slots: Sequence[int],
-      longest: int | None = None,
+      self, params: Params, state: DecodeState, slots: Sequence[int]
   ) -> DecodeState:
-    """Recomputes the caches of slots from their tokens, under these weights.
+    """Recomputes the caches of slots that have pages of their own.
 
     Args:
       params: the weights that go on with these slots.
       state: the decode state.
       slots: which slots.
-      longest: tokens in the longest of them, if the caller knows; the program
-        reads no further than the power of two of pages that holds it.
     """
-    return self.rebuild_routed(params, state, slots, longest)[0]
+    history, lengths = jax.device_get((state.history, state.length))
+    tables = self.own_tables()
+    for slot in slots:
+      tokens = history[slot, : lengths[slot]]
+      state = self.extend_whole(params, state, tokens, tables[slot])
+    return state
 
-  def rebuild_routed(
+  def extend_whole(
       self,
       params: Params,
       state: DecodeState,
-      slots: Sequence[int],
-      longest: int | None = None,
-  ) -> tuple[DecodeState, list[Array]]:
-    """`rebuild`, and the choices of experts that are behind the new caches.
-
-    Returns:
-      The state, and [R, T, L, k] int16 for each R = `rebuild_rows` slots in
-      turn; an empty list where choices are not recorded.
-    """
+      tokens: np.ndarray,
+      table: np.ndarray,
+  ) -> DecodeState:
+    """Caches one sequence but its last token, by itself, piece by piece."""
     s = self.settings
-    pages = s.pages_per_slot
-    if longest is not None:
-      needed = max(1, math.ceil(longest / s.page_size))
-      pages = min(pages, 1 << (needed - 1).bit_length())
-    recorded: list[Array] = []
-    for start in range(0, len(slots), s.rebuild_rows):
-      rows = np.full(s.rebuild_rows, -1, np.int32)
-      chunk = slots[start : start + s.rebuild_rows]
-      rows[: len(chunk)] = chunk
-      state, routing = self._rebuild(params, state, rows, pages=pages)
-      if routing is not None:
-        recorded.append(routing)
-    return state, recorded
+    for start in range(0, len(tokens) - 1, s.longest_piece):
+      length = min(s.longest_piece, len(tokens) - 1 - start)
+      bucket = s.piece_bucket(length)
+      ids = np.zeros((s.rows_for(0, bucket), bucket), np.int32)
+      ids[0, :length] = tokens[start : start + length]
+      starts, lengths = np.zeros((2, len(ids)), np.int32)
+      starts[0], lengths[0] = start, length
+      tables = np.zeros((len(ids), s.pages_per_slot), np.int32)
+      tables[0] = table
+      pieces = Pieces(ids, starts, lengths, tables)
+      state, _ = self.extend(params, state, pieces)
+    return state
 
   def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
     """Ends slots whose requests nobody waits for any more."""
@@ -422,47 +600,56 @@ class Engine:
     ended[list(slots)] = True
     return self._release(state, ended)
 
-  def rebuild_page_buckets(self) -> tuple[int, ...]:
-    """Page counts for which `rebuild` has a program."""
-    whole = self.settings.pages_per_slot
-    powers = {1 << i for i in range(whole.bit_length())}
-    return tuple(sorted({min(p, whole) for p in powers} | {whole}))
-
   def warm_up(self, params: Params) -> None:
-    """Compiles every program that a run can need."""
+    """Compiles every program that a run can need, in the order of need.
+
+    Those for short sequences come first. What JetStream alone calls is
+    compiled when it is called.
+    """
+    s = self.settings
     state = self.init_decode_state()
-    longest_answer = SamplingParams(self.settings.max_length - 1)
-    request = Request('warm-up', (0,), longest_answer)
-    for bucket in self.settings.prefill_buckets:
-      prefix = self.prefill(
-          params=params, padded_tokens=np.zeros(bucket, np.int32), true_length=1
-      )
-      state = self.insert(prefix, state, 0, request)
-      if self.settings.sampling.prompt_logps:
-        self.prompt_logps(params, np.zeros(bucket, np.int32), 1)
-    for pages in self.rebuild_page_buckets():
-      longest = pages * self.settings.page_size
-      state = self.rebuild(params, state, [0], longest)
-    state, _ = self.generate_steps(params, state, 1)
+
+    def extend(rows: int, bucket: int) -> None:
+      nonlocal state
+      starts, lengths = np.zeros((2, rows), np.int32)
+      tables = np.zeros((rows, s.pages_per_slot), np.int32)
+      ids = np.zeros((rows, bucket), np.int32)
+      pieces = Pieces(ids, starts, lengths, tables)
+      state, _ = self.extend(params, state, pieces)
+
+    def generate(columns: int) -> None:
+      nonlocal state
+      tables = np.zeros((s.slots, columns), np.int32)
+      state, _ = self.generate_steps(params, state, 1, tables)
+
+    request = Request('warm-up', (0,), SamplingParams(1))
+    extend(s.rows_for(0, s.piece_buckets[0]), s.piece_buckets[0])
+    state = self.occupy(state, [0], [request], [np.zeros(1, np.int32)])
+    generate(s.live_buckets[0])
     state = self.release(state, [0])
+    for bucket in s.piece_buckets:
+      for rows in sorted({s.rows_for(0, bucket), s.piece_rows(bucket)}):
+        extend(rows, bucket)
+    if s.sampling.prompt_logps:
+      for bucket in s.prefill_buckets:
+        self.prompt_logps(params, np.zeros(bucket, np.int32), 1)
+    for columns in s.live_buckets[1:]:
+      generate(columns)
     jax.block_until_ready(state)
 
   # The programs.
 
   def _initial_state(self) -> DecodeState:
     c, s = self.config, self.settings
-    slots, pages = s.slots, s.pages_per_slot
+    slots, capacity = s.slots, s.pages_per_slot * s.page_size
     # The last axis of the cache is a head; see transformer.decode.
-    cache = (c.layers, slots * pages, s.page_size, c.kv_heads, c.head_size)
+    cache = (c.layers, s.total_pages, s.page_size, c.kv_heads, c.head_size)
     dtype = jnp.dtype(c.compute_dtype)
     integers = functools.partial(jnp.zeros, dtype=jnp.int32)
     return DecodeState(
         keys=jnp.zeros(cache, dtype),
         values=jnp.zeros(cache, dtype),
-        page_table=jnp.arange(slots * pages, dtype=jnp.int32).reshape(
-            slots, pages
-        ),
-        history=integers((slots, pages * s.page_size)),
+        history=integers((slots, capacity)),
         length=jnp.ones((slots,), jnp.int32),
         prompt_length=jnp.ones((slots,), jnp.int32),
         limit=integers((slots,)),
@@ -493,50 +680,94 @@ class Engine:
       return None
     return jnp.swapaxes(experts, 0, 1).astype(jnp.int16)
 
-  def _insert_program(self, prefix, state, settings):
+  def _insert_program(self, prefix, state, settings, tables):
     page = self.settings.page_size
     pages = prefix.ids.shape[0] // page
 
     def paged(x):  # [L, T, K, H] -> [L, pages, page, K, H]
       return x.reshape(x.shape[0], pages, page, *x.shape[2:])
 
-    keys, values = paged(prefix.keys), paged(prefix.values)
-    streams = jax.vmap(sampling.stream_key)(settings['words'])
+    def put(i, cache):
+      where = tables[i, :pages]
+      return tuple(
+          x.at[:, where].set(paged(new), mode='drop')
+          for x, new in zip(cache, (prefix.keys, prefix.values))
+      )
+
+    count = (settings['slots'] < len(state.length)).sum()
+    cache = jax.lax.fori_loop(0, count, put, (state.keys, state.values))
+    state = dataclasses.replace(state, keys=cache[0], values=cache[1])
     row = jnp.zeros(state.history.shape[1], jnp.int32)
     row = row.at[: prefix.ids.shape[0]].set(prefix.ids)
+    rows = len(settings['slots'])
+    lengths = jnp.broadcast_to(prefix.length, (rows,))
+    history = jnp.broadcast_to(row, (rows, len(row)))
+    return self._occupied(state, settings, history, lengths, lengths)
 
-    def put(i, state):
-      slot = settings['slots'][i]
-      where = jax.lax.dynamic_slice(state.page_table, (slot, 0), (1, pages))[0]
-      length = prefix.length
-      changes = dict(
-          history=row,
-          length=length,
-          prompt_length=length,
-          limit=length + settings['new_tokens'][i],
-          minimum=length + settings['min_new_tokens'][i],
-          stop_ids=settings['stop_ids'][i],
-          streams=streams[i],
-          active=True,
+  def _extend_program(self, params, state, pieces):
+    page, nowhere = self.settings.page_size, self.settings.total_pages
+    starts, lengths = pieces['starts'], pieces['lengths']
+    before = transformer.Prefix(
+        state.keys, state.values, pieces['tables'], starts
+    )
+    (keys, values), experts = transformer.prefill_routed(
+        self.config,
+        params,
+        pieces['ids'],
+        lengths,
+        before,
+        mesh=self.mesh,
+        rules=self.rules,
+    )  # [L, R, T, K, H]
+    places = jnp.arange(0, pieces['ids'].shape[1], page)
+    columns = (starts[:, None] + places) // page
+    where = jnp.take_along_axis(pieces['tables'], columns, axis=1, mode='clip')
+    where = jnp.where(places < lengths[:, None], where, nowhere).reshape(-1)
+
+    def paged(x):
+      return x.reshape(x.shape[0], len(where), page, *x.shape[3:])
+
+    routing = self._recorded(experts)
+    if routing is not None:
+      routing = routing.reshape(*pieces['ids'].shape, *routing.shape[1:])
+    extended = dataclasses.replace(
+        state,
+        keys=state.keys.at[:, where].set(paged(keys), mode='drop'),
+        values=state.values.at[:, where].set(paged(values), mode='drop'),
+    )
+    return extended, routing
+
+  def _occupy_program(self, state, settings, history, lengths, prompts, copies):
+    def copy(i, cache):
+      source, target = copies[i]
+      return tuple(
+          x.at[:, target].set(x[:, source], mode='drop') for x in cache
       )
-      return dataclasses.replace(
-          state,
-          keys=state.keys.at[:, where].set(keys),
-          values=state.values.at[:, where].set(values),
-          **{
-              name: getattr(state, name).at[slot].set(value)
-              for name, value in changes.items()
-          },
-          choice=jax.tree.map(
-              lambda held, given: held.at[slot].set(given[i]),
-              state.choice,
-              settings['choice'],
-          ),
-      )
 
-    return jax.lax.fori_loop(0, settings['count'], put, state)
+    count = (settings['slots'] < len(state.length)).sum()
+    cache = jax.lax.fori_loop(0, count, copy, (state.keys, state.values))
+    state = dataclasses.replace(state, keys=cache[0], values=cache[1])
+    return self._occupied(state, settings, history, lengths, prompts)
 
-  def _generate_program(self, params, state, k):
+  def _occupied(self, state, settings, history, lengths, prompts):
+    """The state with M slots' own entries; [M, C], [M], [M]."""
+    changes = dict(
+        history=history,
+        length=lengths,
+        prompt_length=prompts,
+        limit=prompts + settings['new_tokens'],
+        minimum=prompts + settings['min_new_tokens'],
+        choice=settings['choice'],
+        stop_ids=settings['stop_ids'],
+        streams=jax.vmap(sampling.stream_key)(settings['words']),
+        active=jnp.ones(lengths.shape, bool),
+    )
+    slots = settings['slots']
+    held = {name: getattr(state, name) for name in changes}
+    put = lambda x, given: x.at[slots].set(given, mode='drop')
+    return dataclasses.replace(state, **jax.tree.map(put, held, changes))
+
+  def _generate_program(self, params, state, tables, k):
     slots, most = self.settings.slots, self.settings.steps
     everyone = jnp.arange(slots)
     params = transformer.layers_apart(
@@ -576,7 +807,7 @@ class Engine:
           position,
           state.keys,
           state.values,
-          state.page_table,
+          tables,
           state.active,
           mesh=self.mesh,
           rules=self.rules,
@@ -640,35 +871,6 @@ class Engine:
     shape = (s.slots, s.steps, *c.routing_shape)
     return jnp.full(shape, UNKNOWN, jnp.int16)
 
-  def _rebuild_program(self, params, state, slots, *, pages):
-    page = self.settings.page_size
-    ids = state.history[slots, : pages * page]
-    (keys, values), experts = transformer.prefill_routed(
-        self.config,
-        params,
-        ids,
-        state.length[slots],
-        mesh=self.mesh,
-        rules=self.rules,
-    )  # [L, R, T, K, H]
-    nowhere = state.keys.shape[1]
-    where = state.page_table[slots, :pages].reshape(-1)
-    meant = jnp.repeat(slots >= 0, pages)
-    where = jnp.where(meant, where, nowhere)
-
-    def paged(x):
-      return x.reshape(x.shape[0], len(slots) * pages, page, *x.shape[3:])
-
-    routing = self._recorded(experts)
-    if routing is not None:
-      routing = routing.reshape(*ids.shape, *routing.shape[1:])
-    rebuilt = dataclasses.replace(
-        state,
-        keys=state.keys.at[:, where].set(paged(keys), mode='drop'),
-        values=state.values.at[:, where].set(paged(values), mode='drop'),
-    )
-    return rebuilt, routing
-
   def _prompt_logps_program(self, params, padded_tokens, true_length):
     at = dict(mesh=self.mesh, rules=self.rules)
     size = len(padded_tokens)
@@ -693,9 +895,9 @@ class Engine:
     return dataclasses.replace(state, active=state.active & ~ended)
 
   def _slot_settings(
-      self, slots: Sequence[int], requests: Sequence[Request]
+      self, slots: Sequence[int], requests: Sequence[Request], total: int
   ) -> SlotSettings:
-    total = self.settings.slots
+    """The settings of requests in arrays of length `total`."""
     if len(slots) != len(requests) or not 1 <= len(slots) <= total:
       raise ValueError(
           f'{len(requests)} requests for {len(slots)} slots, wanted as many,'
@@ -703,8 +905,7 @@ class Engine:
       )
     integers = functools.partial(np.zeros, dtype=np.int32)
     filled = SlotSettings(
-        slots=integers(total),
-        count=np.int32(len(slots)),
+        slots=np.full(total, self.settings.slots, np.int32),
         new_tokens=integers(total),
         min_new_tokens=integers(total),
         choice=sampling.choice_of(self.settings.sampling, total, requests),

@@ -3,8 +3,17 @@
 Flows in: requests (from the client, any thread) and new weights (from the
 publisher). Flows out: a `Completion` for each request, by callback. Between
 two dispatches of up to k decode steps the loop takes new weights, admits
-waiting requests into free slots and hands finished ones back; it waits only
-when no slot is active and nothing is queued.
+waiting requests into free slots, caches what they begin with and hands finished
+ones back; it waits only when no slot is active and nothing is queued.
+
+A request is admitted if there are pages for what it begins with (`cache.py`);
+what is known of it already, because siblings asked the same or because it goes
+on from an earlier answer, is not computed again. Sequences of which more is
+left than one piece are cached a piece at a time with decode steps in between.
+Running requests get their pages just before the dispatch that writes them. When
+pages run out, the youngest gives way: it goes back to the front of the queue
+with what it has said, and later on as if nothing had happened, since a token
+depends on its position and not on when it is drawn.
 
 What new weights do to requests in mid-sentence is the swap mode:
 
@@ -46,7 +55,8 @@ import jax
 import numpy as np
 
 from areal_jax.models.moe import UNKNOWN
-from areal_jax.rollout.engine import Engine, Prefix
+from areal_jax.rollout.cache import SlotCache
+from areal_jax.rollout.engine import Engine, Pieces
 from areal_jax.rollout.stopping import Stop, StopStrings
 from areal_jax.telemetry.events import EventLog
 from areal_jax.tokenizer.base import Tokenizer
@@ -76,7 +86,7 @@ class Weights:
 
 @dataclasses.dataclass
 class _Running:
-  """A request in a slot, with what it has said so far, dispatch by dispatch."""
+  """A request with what it has said so far, dispatch by dispatch."""
 
   request: Request
   answer: Callable[[Completion | BaseException], None]
@@ -85,8 +95,9 @@ class _Running:
   ids: list[np.ndarray] = dataclasses.field(default_factory=list)
   logps: list[np.ndarray] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)  # a dispatch
-  # Where the engine records it: of the prompt but its last token, then of each
-  # token that was fed, which are one fewer than there are in the end.
+  # Where the engine records it: of what was cached when its slot was occupied
+  # or rebuilt, then of each token that was fed, which are one fewer than there
+  # are in the end.
   routing: list[np.ndarray] = dataclasses.field(default_factory=list)
   # What the engine was built to tell: [n], [n, top] and [n, top] a dispatch.
   raw_logps: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -94,9 +105,34 @@ class _Running:
   top_logps: list[np.ndarray] = dataclasses.field(default_factory=list)
   prompt_logps: np.ndarray | None = None  # [P]
   prompt_version: int | None = None
+  active: bool = False  # whether its slot decodes
+  said: int = 0  # tokens
 
   def __len__(self) -> int:
-    return sum(map(len, self.ids))
+    return self.said
+
+  @property
+  def length(self) -> int:
+    """Tokens of prompt and answer so far."""
+    return len(self.request.prompt_ids) + self.said
+
+  @property
+  def limit(self) -> int:
+    """Tokens of prompt and answer at which it ends."""
+    sampling = self.request.sampling
+    return len(self.request.prompt_ids) + sampling.max_new_tokens
+
+  def tokens(self) -> np.ndarray:
+    """[length] int32: prompt and answer so far."""
+    prompt = np.asarray(self.request.prompt_ids, np.int32)
+    return np.concatenate([prompt, *self.ids]).astype(np.int32, copy=False)
+
+  def add(self, ids: np.ndarray, logps: np.ndarray, version: int) -> None:
+    """What a dispatch brought."""
+    self.ids.append(ids)
+    self.logps.append(logps)
+    self.versions.append(version)
+    self.said += len(ids)
 
 
 @dataclasses.dataclass
@@ -109,8 +145,12 @@ class LoopCounts:
   rebuilt_tokens: int = 0
   restarted_tokens: int = 0
   discarded_tokens: int = 0  # drawn behind a stop string
-  prefills: int = 0
+  prefills: int = 0  # pieces of sequences
   prefill_tokens: int = 0
+  prefix_hits: int = 0  # requests that began with what was cached already
+  prefix_tokens: int = 0  # which were not computed for that reason
+  preemptions: int = 0
+  peak_pages: int = 0  # held at once
   idle_seconds: float = 0.0
   busy_slot_steps: int = 0
   deaths: int = 0  # of the thread
@@ -131,6 +171,10 @@ class EngineLoop:
     lane: the one lane that all spans go to; empty for one a kind, 'generate/0',
       'prefill/0' and so on.
     restarts: times that the thread may begin anew after an exception.
+    exact: whether nothing found in the cache may change an answer in its last
+      bits (see `cache.py`).
+    release_idle: whether the decode state is let go of while nothing is to do,
+      for others to use the devices' memory.
   """
 
   def __init__(
@@ -144,6 +188,8 @@ class EngineLoop:
       tokenizer: Tokenizer | None = None,
       lane: str = '',
       restarts: int = 0,
+      exact: bool = False,
+      release_idle: bool = False,
   ):
     self.engine = engine
     self.tokenizer = tokenizer
@@ -151,6 +197,7 @@ class EngineLoop:
     self.lane = lane
     self.swap_mode = swap
     self.restarts = restarts
+    self.exact = exact
     self.events = events
     self.counts = LoopCounts()
     self.dispatch_lock = dispatch_lock or contextlib.nullcontext()
@@ -167,7 +214,12 @@ class EngineLoop:
     self._weights: Weights | None = None
     self._state = None
     self._slots: list[_Running | None] = [None] * engine.settings.slots
-    self._prefix: tuple[int, tuple[int, ...], Prefix] | None = None
+    self._cache = SlotCache(engine.settings, exact=exact)
+    # Experts that the tokens of a page went to, where that is recorded. What
+    # decoding writes has no such entry, so nobody may find it.
+    self._records = engine.config.moe.replay
+    self._routing: dict[int, np.ndarray] = {}
+    self._release_idle = release_idle
     self._executor: concurrent.futures.ThreadPoolExecutor | None = None
     self._thread: concurrent.futures.Future | None = None
     self._failure: BaseException | None = None
@@ -269,13 +321,15 @@ class EngineLoop:
   # The thread.
 
   def _run(self) -> None:
-    with self.dispatch_lock:
-      self._state = self.engine.init_decode_state()
     while self._wait_for_work():
+      if self._state is None:
+        with self.dispatch_lock:
+          self._state = self.engine.init_decode_state()
       for doing, work in (
           ('gives up requests', self._give_up_aborted),
           ('takes new weights', self._take_weights),
-          ('prefills', self._admit),
+          ('admits requests', self._admit),
+          ('prefills', self._prefill),
           ('decodes', self._decode),
       ):
         self._doing = (doing, time.monotonic())
@@ -285,6 +339,9 @@ class EngineLoop:
     """Blocks while there is nothing to do; false when the loop shall end."""
     with self._wake:
       if self._idle():
+        if self._release_idle:
+          self._cache.new_weights(None)
+          self._state = None
         start = time.monotonic()
         self._doing = ('waits for requests or weights', start)
         # One wait, however often the condition is notified for nothing.
@@ -303,6 +360,9 @@ class EngineLoop:
   def _any_running(self) -> bool:
     return any(s is not None for s in self._slots)
 
+  def _any_active(self) -> bool:
+    return any(r is not None and r.active for r in self._slots)
+
   def _give_up_aborted(self) -> None:
     with self._wake:
       aborts, self._aborts = self._aborts, set()
@@ -320,8 +380,7 @@ class EngineLoop:
       with self.dispatch_lock:
         self._state = self.engine.release(self._state, slots)
     for slot in slots:
-      waiting.append(self._slots[slot])
-      self._slots[slot] = None
+      waiting.append(self._leave(slot, known=True))
     for running in waiting:
       running.answer(self._completion(running, StopReason.ABORTED, None))
 
@@ -331,12 +390,15 @@ class EngineLoop:
       pending = self._pending
       if self._forget and not self._any_running():
         self._forget = False
-        self._weights = self._prefix = None
-    if pending is None:
-      return
+        self._weights = None
+        self._cache.new_weights(None)
+      if pending is None:
+        return
+      preempted = any(r.said for r in self._queue)
     weights, swapped = pending
     alive = [s for s, r in enumerate(self._slots) if r is not None]
-    if alive and (self.swap_mode == 'drain' or not weights.ready()):
+    begun = alive or preempted
+    if begun and (self.swap_mode == 'drain' or not weights.ready()):
       return  # decode on; admission waits
     with self._wake:
       if self._pending is pending:
@@ -345,13 +407,14 @@ class EngineLoop:
     start = time.monotonic()
     jax.block_until_ready(weights.params)
     self._weights = weights
-    # A9: no cache entry of the old weights may serve a new request.
-    self._prefix = None
     tokens = 0
-    if alive and self.swap_mode == 'recompute':
-      tokens = self._rebuild(alive)
-    elif alive and self.swap_mode == 'restart':
-      self._restart(alive)
+    if self.swap_mode == 'recompute':
+      tokens = self._rebuild()
+    else:
+      if self.swap_mode == 'restart':
+        self._restart(alive)
+      # A9: no cache entry of the old weights may serve a new request.
+      self._cache.new_weights(None)
     self.counts.swaps += 1
     self._record(
         'swap',
@@ -366,44 +429,52 @@ class EngineLoop:
     self._taking = None
     swapped(weights.version)
 
-  def _rebuild(self, slots: list[int]) -> int:
-    lengths = [
-        len(self._slots[s].request.prompt_ids) + len(self._slots[s])
-        for s in slots
-    ]
-    start = time.monotonic()
+  def _rebuild(self) -> int:
+    """Caches all running sequences anew; tokens computed for it."""
+    running = {
+        s: r.tokens() for s, r in enumerate(self._slots) if r is not None
+    }
+    self._cache.new_weights(running)
+    if not running:
+      return 0
+    start, tokens = time.monotonic(), 0
+    while any(
+        r is not None and r.active and self._cache[s].waits
+        for s, r in enumerate(self._slots)
+    ):
+      pieces = self._cache.next_piece(long=False)
+      pieces = pieces or self._cache.next_piece(long=True)
+      if pieces is not None:
+        self._send(pieces)
+        tokens += int(pieces.lengths.sum())
+      self._occupy()
     with self.dispatch_lock:
-      self._state, routing = self.engine.rebuild_routed(
-          self._weights.params, self._state, slots, max(lengths)
-      )
       jax.block_until_ready(self._state)
-    if routing:
-      # What is sampled from now on rests on these caches, so these are the
-      # choices to replay. The last token is fed again, by the next step.
-      rows = np.concatenate(jax.device_get(routing))
-      for slot, length, row in zip(slots, lengths, rows):
-        self._slots[slot].routing = [row[: length - 1]]
-    self.counts.rebuilt_tokens += sum(lengths)
+    self.counts.rebuilt_tokens += tokens
     self._record(
         'rebuild',
         'rebuild',
         start,
         time.monotonic() - start,
         version=self._weights.version,
-        slots=len(slots),
-        tokens=sum(lengths),
+        slots=len(running),
+        tokens=tokens,
     )
-    return sum(lengths)
+    return tokens
 
   def _restart(self, slots: list[int]) -> None:
-    with self.dispatch_lock:
-      self._state = self.engine.release(self._state, slots)
-    for slot in reversed(slots):
-      running = self._slots[slot]
-      self._slots[slot] = None
-      self.counts.restarted_tokens += len(running)
-      with self._wake:
-        self._queue.appendleft(self._started(running.request, running.answer))
+    """Everybody who has begun begins again."""
+    active = [s for s in slots if self._slots[s].active]
+    if active:
+      with self.dispatch_lock:
+        self._state = self.engine.release(self._state, active)
+    stopped = [self._leave(slot, known=False) for slot in slots]
+    with self._wake:
+      waiting = stopped + list(self._queue)
+      self.counts.restarted_tokens += sum(map(len, waiting))
+      self._queue = collections.deque(
+          self._started(r.request, r.answer) if r.said else r for r in waiting
+      )
 
   def _started(
       self,
@@ -421,60 +492,159 @@ class EngineLoop:
     return _Running(request, answer, stops, time.monotonic())
 
   def _admit(self) -> None:
-    """Puts waiting requests into free slots; one prefill serves a group."""
+    """Puts waiting requests into free slots, as far as there are pages."""
     free = [s for s, r in enumerate(self._slots) if r is None]
-    while free:
+    for slot in free:
       with self._wake:
-        if self._pending or not self._queue or self._weights is None:
+        if not self._queue or self._weights is None:
           return
-        prompt = self._queue[0].request.prompt_ids
-        members = []
-        while (
-            self._queue
-            and len(members) < len(free)
-            and self._queue[0].request.prompt_ids == prompt
-        ):
-          members.append(self._queue.popleft())
-      slots, free = free[: len(members)], free[len(members) :]
-      for slot, running in zip(slots, members):
-        self._slots[slot] = running
-      with self.dispatch_lock:
-        prefix = self._prefix_of(prompt)
-        self._state = self.engine.insert_many(
-            prefix, self._state, slots, [m.request for m in members]
-        )
-      self._tell_prompt_logps(members)
-      if prefix.routing is not None:
-        # The last token of the prompt is fed again, by the first step.
-        of_prompt = jax.device_get(prefix.routing)[: len(prompt) - 1]
-        for running in members:
-          running.routing.append(of_prompt)
-
-  def _prefix_of(self, prompt: tuple[int, ...]) -> Prefix:
-    """The prompt's cache entries; siblings that came too late share them."""
-    version = self._weights.version
-    if self._prefix and self._prefix[:2] == (version, prompt):
-      return self._prefix[2]
-    padded = self.engine.pad_prompt(prompt)
-    lane = self._lane_of('prefill')
-    with self.events.span('prefill', lane, version=version):
-      prefix = self.engine.prefill(
-          params=self._weights.params,
-          padded_tokens=padded,
-          true_length=len(prompt),
+        running = self._queue[0]
+        # What has begun before may have to end before new weights come.
+        drained = self.swap_mode == 'drain' and running.said
+        if self._pending and not drained:
+          return
+      sequence = self._cache.place(
+          slot, running.tokens(), running.limit, shared=not running.said
       )
-    self.counts.prefills += 1
-    self.counts.prefill_tokens += len(prompt)
-    self._prefix = (version, prompt, prefix)
-    return prefix
+      if sequence is None:
+        return
+      with self._wake:
+        self._queue.popleft()
+        self._slots[slot] = running
+      if sequence.found_tokens:
+        self.counts.prefix_hits += 1
+        self.counts.prefix_tokens += sequence.found_tokens
+
+  def _prefill(self) -> None:
+    """Caches what sequences that were placed begin with; occupies their slots.
+
+    All of it that is a piece or less, and one piece of what is longer: then it
+    is the turn of those who decode, if somebody does.
+    """
+    self._occupy()
+    while True:
+      while (pieces := self._cache.next_piece(long=False)) is not None:
+        self._extend(pieces)
+      self._occupy()
+      pieces = self._cache.next_piece(long=True)
+      if pieces is None:
+        return
+      self._extend(pieces)
+      if self._any_active():
+        return
+
+  def _extend(self, pieces: Pieces) -> None:
+    tokens, count = int(pieces.lengths.sum()), int((pieces.lengths > 0).sum())
+    lane = self._lane_of('prefill')
+    version = self._weights.version
+    with self.events.span('prefill', lane, version=version, tokens=tokens):
+      self._send(pieces)
+    self.counts.prefills += count
+    self.counts.prefill_tokens += tokens
+
+  def _send(self, pieces: Pieces) -> None:
+    """Has pieces computed; keeps what experts their tokens went to, by page."""
+    with self.dispatch_lock:
+      self._state, routing = self.engine.extend(
+          self._weights.params, self._state, pieces
+      )
+      if routing is None:
+        return
+      routing = jax.device_get(routing)
+    page = self.engine.settings.page_size
+    for row, chosen in enumerate(routing):
+      start, length = pieces.starts[row], pieces.lengths[row]
+      for at in range(0, length, page):
+        place = pieces.tables[row, (start + at) // page]
+        self._routing[int(place)] = chosen[at : at + page]
+
+  def _occupy(self) -> None:
+    """Lets the slots decode whose sequences are cached by now."""
+    placed = []
+    for whole in self._cache.ready():
+      running = self._slots[whole.sequence.slot]
+      if self._records:
+        # What is sampled from now on rests on these caches, so these are the
+        # choices to replay. The last token is fed by the next step.
+        of_pages = [self._routing[p] for p in whole.pages]
+        cached = whole.sequence.cached
+        running.routing = [np.concatenate(of_pages)[:cached]] if cached else []
+      if not running.active:  # and not rebuilt in its slot
+        placed.append(whole)
+    if not placed:
+      return
+    slots = [p.sequence.slot for p in placed]
+    with self.dispatch_lock:
+      self._state = self.engine.occupy(
+          self._state,
+          slots,
+          [self._slots[s].request for s in slots],
+          [p.sequence.tokens for p in placed],
+          [p.copy for p in placed],
+      )
+    members = [self._slots[slot] for slot in slots]
+    for running in members:
+      running.active = True
+    self._tell_prompt_logps(members)
+
+  def _leave(self, slot: int, *, known: bool) -> _Running:
+    """Takes a request out of its slot.
+
+    Args:
+      slot: which; the device knows that it has ended, or hears of it before
+        it decodes again.
+      known: whether its pages may be found by its tokens.
+    """
+    running, self._slots[slot] = self._slots[slot], None
+    known = known and running.active and not self._records
+    self._cache.end(slot, running.tokens() if known else None)
+    running.active = False
+    return running
+
+  def _make_room(self, k: int) -> int:
+    """Gives all who decode the pages for k steps more.
+
+    Returns:
+      Columns of the page tables that the dispatch needs.
+    """
+    preempted, longest = [], 1
+    for slot in self._cache.slots():
+      running = self._slots[slot]
+      if running is None or not running.active:
+        continue  # it is not whole, or has given way to one before it
+      needed = min(running.length + k - 1, running.limit - 1)
+      while not self._cache.grow(slot, needed):
+        youngest = self._cache.youngest()
+        if self._slots[youngest].active:
+          preempted.append(youngest)
+        running = self._leave(youngest, known=True)
+        self.counts.preemptions += 1
+        with self._wake:
+          self._queue.appendleft(running)
+        if youngest == slot:
+          break
+      else:
+        longest = max(longest, needed)
+    if preempted:
+      with self.dispatch_lock:
+        self._state = self.engine.release(self._state, preempted)
+    used = self._cache.pool.used
+    self.counts.peak_pages = max(self.counts.peak_pages, used)
+    return self.engine.settings.live_columns(longest)
 
   def _tell_prompt_logps(self, members: list[_Running]) -> None:
-    """Log-probs of a prompt, for those of its requests that want them."""
-    asking = [m for m in members if m.request.sampling.prompt_logps]
-    asking = [m for m in asking if m.prompt_logps is None]
-    if not asking:
-      return
-    prompt = asking[0].request.prompt_ids
+    """Log-probs of their prompts, for those requests that want them."""
+    asking = collections.defaultdict(list)
+    for running in members:
+      wanted = running.request.sampling.prompt_logps
+      if wanted and running.prompt_logps is None:
+        asking[running.request.prompt_ids].append(running)
+    for prompt, siblings in asking.items():
+      self._tell_prompt_logps_of(prompt, siblings)
+
+  def _tell_prompt_logps_of(
+      self, prompt: tuple[int, ...], asking: list[_Running]
+  ) -> None:
     with self.dispatch_lock:
       logps = self.engine.prompt_logps(
           self._weights.params, self.engine.pad_prompt(prompt), len(prompt)
@@ -486,13 +656,17 @@ class EngineLoop:
       running.prompt_version = self._weights.version
 
   def _decode(self) -> None:
-    if not self._any_running():
+    if not self._any_active():
       return
-    version = self._weights.version
+    version, k = self._weights.version, self.engine.settings.steps
+    columns = self._make_room(k)
     start = time.monotonic()
     with self.dispatch_lock:
       self._state, result = self.engine.generate_steps(
-          self._weights.params, self._state, self.engine.settings.steps
+          self._weights.params,
+          self._state,
+          k,
+          self._cache.tables[:, :columns].copy(),  # it goes on changing
       )
       result = jax.device_get(result)
     tokens = int(result.valid.sum())
@@ -511,13 +685,11 @@ class EngineLoop:
     drawn, active = result.valid.sum(axis=1).tolist(), result.active.tolist()
     cut = []  # slots that a stop string has ended before the device did
     for slot, running in enumerate(self._slots):
-      if running is None:
+      if running is None or not running.active:
         continue
       n = drawn[slot]  # valid steps come first: a slot never wakes up
       tokens = result.tokens[slot, :n]
-      running.ids.append(tokens)
-      running.logps.append(result.logps[slot, :n])
-      running.versions.append(version)
+      running.add(tokens, result.logps[slot, :n], version)
       for name in ('raw_logps', 'top_ids', 'top_logps'):
         told = getattr(result.drawn, name)
         if told is not None:
@@ -528,7 +700,7 @@ class EngineLoop:
       stop = self._stop_string(running, tokens, active[slot], stopped)
       if active[slot] and stop is None:
         continue
-      self._slots[slot] = None
+      self._leave(slot, known=True)
       if active[slot]:
         cut.append(slot)
       if stop is not None:
@@ -634,7 +806,8 @@ class EngineLoop:
         deaths=self.counts.deaths,
     )
     self._pending = self._pending or self._taking
-    self._state = self._prefix = self._taking = None
+    self._state = self._taking = None
+    self._cache = SlotCache(self.engine.settings, exact=self.exact)
     running = [r for r in self._slots if r is not None]
     self._slots = [None] * len(self._slots)
     self.counts.restarted_tokens += sum(map(len, running))

@@ -297,12 +297,14 @@ def test_greedy_tokens_of_a_prompt_that_came_in_pieces(folder):
   # One program: pieces of any length, on a prefix that has room for all.
   program = quick_jit(functools.partial(transformer.prefill, model.config))
   pieces = [np.zeros(x.shape, x.dtype) for x in model.whole]
+  one_page_a_row = np.arange(len(prompts))[:, None]
   start = 0
   for size in PIECES:
     chunk = np.zeros((len(prompts), max(PIECES)), np.int32)
     chunk[:, :size] = prompts[:, start : start + size]
     here = np.clip(lengths - start, 0, size)
-    prefix = transformer.Prefix(*pieces, np.minimum(lengths, start))
+    cached = np.minimum(lengths, start)
+    prefix = transformer.Prefix(*pieces, one_page_a_row, cached)
     for whole, part in zip(pieces, program(model.params, chunk, here, prefix)):
       whole[:, :, start : start + size] = part[:, :, :size]
     start += size

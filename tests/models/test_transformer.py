@@ -338,6 +338,10 @@ def test_layers_apart_give_the_same_logits(config, params, decoded):
     np.testing.assert_allclose(one, wanted, atol=1e-6)
 
 
+# What `prefill` returns is a cache with one page a row.
+ONE_PAGE_A_ROW = np.arange(2)[:, None]
+
+
 @pytest.mark.parametrize('loop', ['unroll', 'scan'])
 def test_a_prompt_in_pieces_has_the_cache_that_it_has_whole(loop, mixed_params):
   # Rows of unlike lengths, in pieces of unlike lengths: 4 + 8 and 3 + 2.
@@ -352,7 +356,7 @@ def test_a_prompt_in_pieces_has_the_cache_that_it_has_whole(loop, mixed_params):
   def program(params):
     whole = transformer.prefill(config, params, rows, first + rest)
     begun = transformer.prefill(config, params, rows[:, :4], first)
-    prefix = transformer.Prefix(*begun, first)
+    prefix = transformer.Prefix(*begun, ONE_PAGE_A_ROW, first)
     return (
         whole,
         begun,
@@ -373,7 +377,9 @@ def test_a_piece_sees_what_stands_before_it(mixed_params):
   @quick_jit
   def program(params):
     prefix = transformer.Prefix(
-        *transformer.prefill(config, params, IDS[:, :4], lengths), lengths
+        *transformer.prefill(config, params, IDS[:, :4], lengths),
+        ONE_PAGE_A_ROW,
+        lengths,
     )
     return [
         transformer.prefill(config, params, rows, lengths, before)[0]

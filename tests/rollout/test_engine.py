@@ -12,7 +12,7 @@ import pytest
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
 from areal_jax.models.config import MoeSettings
-from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.rollout.engine import Engine, EngineSettings, Pieces
 from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.telemetry.compilations import CompilationCounter
 from tests import tiny
@@ -24,7 +24,7 @@ SETTINGS = dict(
     max_prompt_length=32,
     page_size=8,
     steps=8,
-    rebuild_rows=2,
+    prefill_rows=2,
 )
 
 
@@ -33,25 +33,23 @@ def engine():
   return Engine(tiny.config(), EngineSettings(**SETTINGS), tiny.mesh(), Rules())
 
 
-def start(engine, weights, requests, slots, state=None):
-  """A state in which each request was prefilled into its slot."""
+def start(engine, weights, requests, slots, state=None, tables=None):
+  """A state in which each request was cached for its slot and occupies it."""
   state = engine.init_decode_state() if state is None else state
+  tables = engine.own_tables() if tables is None else tables
   for request, slot in zip(requests, slots):
-    prefix = engine.prefill(
-        params=weights,
-        padded_tokens=engine.pad_prompt(request.prompt_ids),
-        true_length=len(request.prompt_ids),
-    )
-    state = engine.insert(prefix, state, slot, request)
+    tokens = np.asarray(request.prompt_ids, np.int32)
+    state = engine.extend_whole(weights, state, tokens, tables[slot])
+    state = engine.occupy(state, [slot], [request], [tokens])
   return state
 
 
-def finish(engine, weights, state, dispatches=20, k=8):
+def finish(engine, weights, state, dispatches=20, k=8, tables=None):
   """Runs until no slot is active; ids and log-probs of each slot."""
   slots = engine.settings.slots
   ids, logps = [[] for _ in range(slots)], [[] for _ in range(slots)]
   for _ in range(dispatches):
-    state, result = engine.generate_steps(weights, state, k)
+    state, result = engine.generate_steps(weights, state, k, tables)
     result = jax.device_get(result)
     for slot in range(slots):
       chosen = result.valid[slot]
@@ -147,15 +145,11 @@ def test_samples_of_a_group_share_a_prefill_and_differ(engine):
 def test_page_table_stands_between_slot_and_cache(engine):
   weights = tiny.params()
   request = tiny.request(new=20)
-  state = engine.init_decode_state()
-  pages = state.page_table.size
-  shuffled = np.random.default_rng(0).permutation(pages).astype(np.int32)
-  state.page_table = jax.device_put(
-      shuffled.reshape(state.page_table.shape), state.page_table.sharding
-  )
-  ids, logps, _ = finish(
-      engine, weights, start(engine, weights, [request], [1], state)
-  )
+  tables = engine.own_tables()
+  shuffled = np.random.default_rng(0).permutation(tables.size)
+  tables = shuffled.astype(np.int32).reshape(tables.shape)
+  state = start(engine, weights, [request], [1], tables=tables)
+  ids, logps, _ = finish(engine, weights, state, tables=tables)
   assert (ids[1], logps[1]) == answer(engine, weights, request, slot=1)
 
 
@@ -224,7 +218,7 @@ def swapped(engine, request, *, rebuilt):
   state, result = engine.generate_steps(old, state, 8)
   first = np.asarray(result.tokens)[1].tolist()
   if rebuilt:
-    state = engine.rebuild(new, state, [1], len(request.prompt_ids) + 8)
+    state = engine.rebuild(new, state, [1])
   ids, logps, _ = finish(engine, new, state)
   return first, ids[1], logps[1]
 
@@ -280,12 +274,10 @@ def test_rebuild_leaves_other_slots_alone(engine):
   keys = np.asarray(state.keys)
   state = engine.rebuild(weights, state, [0, 2, 3])
   after = np.asarray(state.keys)
-  own = np.asarray(state.page_table)[1]
-  np.testing.assert_array_equal(after[:, own], keys[:, own])
+  tables = engine.own_tables()
+  np.testing.assert_array_equal(after[:, tables[1]], keys[:, tables[1]])
   np.testing.assert_allclose(
-      after[:, np.asarray(state.page_table)[2, 0], :6],
-      keys[:, np.asarray(state.page_table)[2, 0], :6],
-      atol=1e-5,
+      after[:, tables[2, 0], :6], keys[:, tables[2, 0], :6], atol=1e-5
   )
 
 
@@ -312,8 +304,7 @@ def test_nothing_compiles_after_warm_up(engine):
         for n in (2, 9, 18, 30)
     ]
     state = start(engine, weights, requests, range(4))
-    for longest in (4, 9, 17, 40):
-      state = engine.rebuild(weights, state, [0, 1, 2], longest)
+    state = engine.rebuild(weights, state, range(4))
     finish(engine, weights, state)
   finally:
     counter.uninstall()
@@ -465,7 +456,7 @@ def test_penalties_go_on_over_a_rebuild_and_in_another_slot(featured):
   ids, logps = answer(featured, weights, request)
   state = start(featured, weights, [request], [1])
   state, result = featured.generate_steps(weights, state, 8)
-  state = featured.rebuild(weights, state, [1], 11)
+  state = featured.rebuild(weights, state, [1])
   rest, rest_logps, _ = finish(featured, weights, state)
   assert np.asarray(result.tokens)[1].tolist() + rest[1] == ids
   np.testing.assert_allclose(rest_logps[1], logps[8:], atol=1e-5)
@@ -480,6 +471,65 @@ def test_prompt_logps_are_those_of_the_trainer(featured):
   expected = tiny.trainer_logps(weights, prompt)
   np.testing.assert_allclose(np.asarray(told)[:19], expected, atol=1e-4)
   assert not np.asarray(told)[19:].any()
+
+
+def test_no_program_copies_the_cache():
+  """The compiled programs write where they read, with no room for a copy."""
+  settings = EngineSettings(**{**SETTINGS, 'pages': 4096})
+  large = Engine(tiny.config(), settings, tiny.mesh(), Rules())
+  state, s = large.state_shapes, settings
+  cache = 2 * state.keys.size * state.keys.dtype.itemsize
+  rows = s.piece_rows(16)
+  integers = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
+  pieces = dict(
+      ids=integers(rows, 16),
+      starts=integers(rows),
+      lengths=integers(rows),
+      tables=integers(rows, s.pages_per_slot),
+  )
+  settings = large._slot_settings([0], [tiny.request()], s.occupy_rows)
+  length = integers(s.occupy_rows)
+  capacity = s.pages_per_slot * s.page_size
+  params = tiny.params()
+  lowered = {
+      'generate': large._generate.lower(
+          params, state, integers(s.slots, 8), integers()
+      ),
+      'extend': large._extend.lower(params, state, pieces),
+      'occupy': large._occupy.lower(
+          state, vars(settings), integers(s.occupy_rows, capacity),
+          length, length, integers(s.occupy_rows, 2),
+      ),
+      'release': large._release.lower(
+          state, jax.ShapeDtypeStruct((s.slots,), bool)
+      ),
+  }  # fmt: skip
+  for name, program in lowered.items():
+    memory = program.compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= cache, name
+    assert memory.temp_size_in_bytes < cache / 8, name
+  # Planted fault: without donation there is a second one.
+  kept = jax.jit(large._release_program).lower(
+      state, jax.ShapeDtypeStruct((s.slots,), bool)
+  )
+  assert kept.compile().memory_analysis().alias_size_in_bytes == 0
+
+
+def test_prefix_of_jetstream_gives_the_same_answer(engine):
+  weights = tiny.params()
+  request = tiny.request(prompt=range(1, 14), new=20)
+  prefix = engine.prefill(
+      params=weights,
+      padded_tokens=engine.pad_prompt(request.prompt_ids),
+      true_length=len(request.prompt_ids),
+  )
+  state = engine.insert_many(
+      prefix, engine.init_decode_state(), [2, 0], [request] * 2
+  )
+  ids, logps, _ = finish(engine, weights, state)
+  wanted_ids, wanted_logps = answer(engine, weights, request)
+  assert ids[0] == ids[2] == wanted_ids
+  np.testing.assert_allclose(logps[2], wanted_logps, atol=1e-5)
 
 
 # Experts.
@@ -554,7 +604,15 @@ def test_a_rebuild_records_the_choices_of_the_new_weights(sparse):
   state = start(engine, weights, [request], [2])
   state, result = engine.generate_steps(weights, state, 6)
   ids = [*request.prompt_ids, *np.asarray(result.tokens)[2, :6].tolist()]
-  _, (rows,) = engine.rebuild_routed(newer, state, [2], len(ids))
+  padded = np.zeros((1, 16), np.int32)
+  padded[0, : len(ids)] = ids
+  pieces = Pieces(
+      ids=padded,
+      starts=np.zeros(1, np.int32),
+      lengths=np.full(1, len(ids), np.int32),
+      tables=engine.own_tables()[2:3],
+  )
+  _, rows = engine.extend(newer, state, pieces)
   full = np.array([ids])
   choose = jax.jit(functools.partial(transformer.forward_routed, engine.config))
   found = []

@@ -298,7 +298,7 @@ ENGINE = EngineSettings(
     max_prompt_length=32,
     page_size=8,
     steps=4,
-    rebuild_rows=4,
+    prefill_rows=4,
 )
 PROBLEMS = [
     Problem(f'eval/{i}', 'even' if i % 2 == 0 else 'odd', str(i), '')

@@ -16,6 +16,7 @@ from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.loop import EngineLoop, EngineStopped
 from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.rollout.workflow import answer_of
+from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.events import EventLog
 from areal_jax.types import StopReason
 from tests import tiny
@@ -27,7 +28,7 @@ SETTINGS = EngineSettings(
     max_prompt_length=32,
     page_size=8,
     steps=4,
-    rebuild_rows=4,
+    prefill_rows=4,
 )
 
 
@@ -39,23 +40,9 @@ def engine():
 class Running:
   """A started loop and the answers that came out of it."""
 
-  def __init__(
-      self,
-      engine,
-      swap='recompute',
-      weights=True,
-      tokenizer=None,
-      restarts=0,
-  ):
+  def __init__(self, engine, swap='recompute', weights=True, **how):
     self.events = EventLog(None)
-    self.loop = EngineLoop(
-        engine,
-        '0',
-        swap=swap,
-        events=self.events,
-        tokenizer=tokenizer,
-        restarts=restarts,
-    )
+    self.loop = EngineLoop(engine, '0', swap=swap, events=self.events, **how)
     self.answers = {}
     self.swaps = []
     self._came = threading.Condition()
@@ -263,7 +250,8 @@ def test_group_is_prefilled_once_however_many_samples(engine):
     running.set_weights(0)
     running.wait(10)
     assert running.loop.counts.prefills == 1
-    assert running.loop.counts.prefill_tokens == 3
+    assert running.loop.counts.prefill_tokens == 2  # the last one is decoded
+    assert running.loop.counts.prefix_hits == 9
 
 
 def test_recompute_swap_keeps_slots_alive_and_labels_true(engine):
@@ -273,7 +261,7 @@ def test_recompute_swap_keeps_slots_alive_and_labels_true(engine):
     assert completion.versions.tolist() == [0] * 4 + [1] * 36
     check_labels(request, completion)
   assert running.loop.counts.swaps == 2  # the first weights, then the new ones
-  assert running.loop.counts.rebuilt_tokens == 2 * (3 + 4)
+  assert running.loop.counts.rebuilt_tokens == 2 * (2 + 4)
   assert running.swaps == [0, 1]
 
 
@@ -521,6 +509,234 @@ def test_request_that_does_not_fit_is_refused_at_the_client(engine):
     client = EngineClient([running.loop])
     with pytest.raises(ValueError, match='prompt of 40 tokens'):
       asyncio.run(client.generate(tiny.request(prompt=range(40))))
+
+
+# Pages.
+
+
+def ask(engine, requests, **how):
+  """Answers by name, and what the loop counted."""
+  with Running(engine, **how) as running:
+    running.submit(*requests)
+    return running.wait(len(requests)), running.loop
+
+
+def same_answers(got, wanted):
+  for name, completion in wanted.items():
+    assert got[name].ids.tolist() == completion.ids.tolist(), name
+    np.testing.assert_allclose(got[name].logps, completion.logps, atol=1e-5)
+    assert got[name].versions.tolist() == completion.versions.tolist()
+    assert got[name].stop_reason is completion.stop_reason
+
+
+@pytest.fixture(scope='module')
+def tight():
+  """Pages for little more than one of the four slots."""
+  settings = dataclasses.replace(SETTINGS, pages=9, chunk=16)
+  return Engine(tiny.config(), settings, tiny.mesh(), Rules())
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_preempted_answers_are_those_of_an_undisturbed_run(engine, tight, seed):
+  random = np.random.default_rng(seed)
+  requests = [
+      tiny.request(
+          f'{i}',
+          random.integers(0, 40, random.integers(1, 20)).tolist(),
+          new=int(random.integers(2, 44)),
+          draw=i,
+          temperature=float(random.choice([0.0, 0.7, 1.0])),
+          stop_ids=(int(random.integers(0, 40)),),
+      )
+      for i in range(12)
+  ]
+  # Siblings, so that what is shared is given back and found again.
+  requests += [
+      dataclasses.replace(r, request_id=f'{r.request_id}b', sample=1)
+      for r in requests[:4]
+  ]
+  undisturbed, loop = ask(engine, requests)
+  assert loop.counts.preemptions == 0
+  got, loop = ask(tight, requests)
+  same_answers(got, undisturbed)
+  assert loop.counts.preemptions > 0
+  assert loop.counts.peak_pages <= 9
+  assert loop._cache.pool.used == 0  # and every page has come back
+
+
+def test_preemption_keeps_what_was_said_and_its_versions(engine, tight):
+  answers = {}
+  for name, chosen in (('free', engine), ('tight', tight)):
+    long, got, running = swap_in_mid_sentence(chosen, 'recompute')
+    answers[name] = got
+    for request in long:
+      versions = got[request.request_id].versions.tolist()
+      assert versions == sorted(versions) and len(versions) == 40
+      check_labels(request, got[request.request_id])
+  assert running.loop.counts.preemptions > 0
+  assert answers['tight']['long0'].versions.tolist() == [0] * 4 + [1] * 36
+
+
+def test_preempted_answers_end_before_a_drain_swaps(tight):
+  long, answers, running = swap_in_mid_sentence(tight, 'drain')
+  assert running.loop.counts.preemptions > 0
+  for request in long:
+    assert set(answers[request.request_id].versions.tolist()) == {0}
+    check_labels(request, answers[request.request_id])
+
+
+def test_preempted_answers_restart_too(tight):
+  long, answers, running = swap_in_mid_sentence(tight, 'restart')
+  assert running.loop.counts.preemptions > 0
+  for request in long:
+    assert set(answers[request.request_id].versions.tolist()) == {1}
+    check_labels(request, answers[request.request_id])
+
+
+def test_shared_pages_are_rebuilt_once_a_swap(engine):
+  prompt = list(range(1, 20))  # 18 are cached: two pages of 8 and 2 tokens
+  group = [tiny.request(f'{i}', prompt, new=30, sample=i) for i in range(3)]
+  running = Running(engine, weights=False)
+  with running:
+    running.on_answer = lambda c: (
+        running.set_weights(1) if c.request_id == 'short' else None
+    )
+    running.submit(*group, tiny.request('short', new=4, draw=5))
+    running.set_weights(0)
+    answers = running.wait(4)
+  for request in group:
+    completion = answers[request.request_id]
+    assert completion.versions.tolist() == [0] * 4 + [1] * 26
+    check_labels(request, completion)
+  # 16 once, and of each what is behind them.
+  assert running.loop.counts.rebuilt_tokens == 16 + 3 * (2 + 4)
+
+
+def test_next_turn_goes_on_from_what_is_cached(engine):
+  first = tiny.request('first', range(1, 12), new=14)
+  with Running(engine) as running:
+    running.submit(first)
+    said = running.wait(1)['first'].ids.tolist()
+    second = tiny.request(
+        'second', [*first.prompt_ids, *said, 7, 8], new=20, draw=1
+    )
+    running.submit(second)
+    warm = running.wait(2)['second']
+    # 24 of the 25 tokens were cached, three pages of 8.
+    assert running.loop.counts.prefix_tokens == 24
+    # Planted fault (CASES A9): the same turn after new weights finds nothing.
+    running.set_weights(1)
+    running.submit(dataclasses.replace(second, request_id='third'))
+    running.wait(3)
+    assert running.loop.counts.prefix_tokens == 24
+  cold, loop = ask(engine, [second])
+  assert loop.counts.prefix_tokens == 0
+  same_answers({'second': warm}, cold)
+  check_labels(second, warm)
+
+
+def test_long_prompt_is_cached_between_decode_steps(monkeypatch):
+  settings = dataclasses.replace(
+      SETTINGS, max_prompt_length=60, chunk=16, steps=2
+  )
+  pieces = Engine(tiny.config(), settings, tiny.mesh(), Rules())
+  requests = [
+      tiny.request('decodes', new=24),
+      tiny.request('long', range(1, 31), new=20, draw=1),
+      tiny.request('longer', np.arange(55) % 40, new=8, draw=2),
+  ]
+  kinds = []
+  for name in ('extend', 'generate_steps'):
+
+    def told(*args, name=name, program=getattr(pieces, name)):
+      kinds.append(name)
+      return program(*args)
+
+    monkeypatch.setattr(pieces, name, told)
+  with Running(pieces, weights=False) as running:
+    running.submit(*requests)
+    running.set_weights(0)
+    got = running.wait(3)
+  whole = dataclasses.replace(settings, chunk=64)
+  wanted, _ = ask(Engine(tiny.config(), whole, tiny.mesh(), Rules()), requests)
+  same_answers(got, wanted)
+  # 2 tokens; 16 + 13; 16 + 16 + 16 + 6: no two long pieces side by side.
+  assert kinds.count('extend') == 7
+  last = len(kinds) - kinds[::-1].index('extend')
+  assert kinds[:last].count('generate_steps') >= 3
+  assert (
+      max(len(run) for run in ''.join(k[0] for k in kinds[2:]).split('g')) <= 2
+  )  # one of each kind
+
+
+def test_answers_are_the_same_however_wide_the_tables_are():
+  settings = dataclasses.replace(SETTINGS, max_length=200)
+  assert settings.live_buckets == (8, 16, 25)
+  long = Engine(tiny.config(), settings, tiny.mesh(), Rules())
+  short = tiny.request('short', new=20)
+  alone, _ = ask(long, [short])
+  crowded, loop = ask(long, [tiny.request('long', new=180, draw=1), short])
+  # Bit for bit: what is masked adds nothing.
+  assert alone['short'].ids.tolist() == crowded['short'].ids.tolist()
+  assert alone['short'].logps.tolist() == crowded['short'].logps.tolist()
+  late = tiny.request('short', new=20)
+  with Running(long) as running:
+    running.on_answer = lambda c: (
+        running.submit(late) if c.request_id == 'first' else None
+    )
+    running.submit(
+        tiny.request('long', new=190, draw=1),
+        tiny.request('first', new=150, draw=3),
+    )
+    wide = running.wait(3)
+  assert wide['short'].logps.tolist() == alone['short'].logps.tolist()
+  check_labels(late, wide['short'])
+
+
+@pytest.mark.parametrize('exact', [True, False])
+def test_exact_loops_give_the_same_bits_whatever_was_asked_before(
+    engine, exact
+):
+  request = tiny.request('r', range(1, 20), new=20)
+  other = tiny.request('o', range(1, 24), new=20, draw=1)
+  alone, _ = ask(engine, [request], exact=exact)
+  after, loop = ask(engine, [other, request], exact=exact)
+  assert loop.counts.prefix_hits == (not exact)
+  same_answers(after, alone)
+  if exact:
+    assert after['r'].logps.tolist() == alone['r'].logps.tolist()
+
+
+def test_cache_is_let_go_of_while_nothing_is_to_do(engine):
+  with Running(engine, release_idle=True) as running:
+    running.submit(tiny.request('a', new=9))
+    first = running.wait(1)['a']
+    deadline = time.monotonic() + 20
+    while running.loop._state is not None and time.monotonic() < deadline:
+      running.loop.abort(['nobody'])  # wakes it, and it goes idle again
+    assert running.loop._state is None
+    running.submit(tiny.request('b', new=9))
+    second = running.wait(2)['b']
+  assert first.ids.tolist() == second.ids.tolist()
+
+
+def test_nothing_compiles_after_warm_up_whatever_comes(tight):
+  tight.warm_up(tiny.params())
+  counter = CompilationCounter().install()
+  counter.mark_warm()
+  try:
+    for swap in ('recompute', 'restart'):
+      swap_in_mid_sentence(tight, swap)
+    ask(
+        tight,
+        [
+            tiny.request(f'{n}', range(n), new=60 - n, draw=n)
+            for n in (1, 8, 9, 17, 30, 32)
+        ],
+    )
+  finally:
+    counter.uninstall()
+  assert counter.names_since_warm == []
 
 
 class Syllables:
