@@ -25,6 +25,10 @@ What new weights do to requests in mid-sentence is the swap mode:
 * `drain`: no admission until the running requests have ended, then the swap,
 * `restart`: running requests start over under the new weights.
 
+A dispatch is as long as promises most tokens a second where requests wait for
+slots (`pace.py`), and as long as it may be where none do. While the devices are
+at it, those who were done with the dispatch before get their answers.
+
 A stop string ends an answer here and not on the device: at the token that
 completes it, which may lie some steps before the end of the dispatch. What was
 drawn behind it is discarded and counted, and the slot is released.
@@ -57,6 +61,7 @@ import numpy as np
 from areal_jax.models.moe import UNKNOWN
 from areal_jax.rollout.cache import SlotCache
 from areal_jax.rollout.engine import Engine, Pieces
+from areal_jax.rollout.pace import Pace
 from areal_jax.rollout.stopping import Stop, StopStrings
 from areal_jax.telemetry.events import EventLog
 from areal_jax.tokenizer.base import Tokenizer
@@ -220,6 +225,10 @@ class EngineLoop:
     self._records = engine.config.moe.replay
     self._routing: dict[int, np.ndarray] = {}
     self._release_idle = release_idle
+    self._pace = Pace(engine.settings.steps)
+    self._paced_from: float | None = None  # when the last dispatch was read
+    # Ended, their slots free again, and not answered yet.
+    self._finished: list[tuple[Any, ...]] = []
     self._executor: concurrent.futures.ThreadPoolExecutor | None = None
     self._thread: concurrent.futures.Future | None = None
     self._failure: BaseException | None = None
@@ -337,6 +346,9 @@ class EngineLoop:
 
   def _wait_for_work(self) -> bool:
     """Blocks while there is nothing to do; false when the loop shall end."""
+    if not self._any_active():
+      self._hand_out()  # no dispatch to do it in
+      self._paced_from = None
     with self._wake:
       if self._idle():
         if self._release_idle:
@@ -544,6 +556,7 @@ class EngineLoop:
 
   def _send(self, pieces: Pieces) -> None:
     """Has pieces computed; keeps what experts their tokens went to, by page."""
+    self._paced_from = None
     with self.dispatch_lock:
       self._state, routing = self.engine.extend(
           self._weights.params, self._state, pieces
@@ -658,7 +671,7 @@ class EngineLoop:
   def _decode(self) -> None:
     if not self._any_active():
       return
-    version, k = self._weights.version, self.engine.settings.steps
+    version, k = self._weights.version, self._steps()
     columns = self._make_room(k)
     start = time.monotonic()
     with self.dispatch_lock:
@@ -668,7 +681,14 @@ class EngineLoop:
           k,
           self._cache.tables[:, :columns].copy(),  # it goes on changing
       )
+      # While the devices decode, and not before they do: whoever gets an answer
+      # sets to work on it at once, and this thread would wait for its turn.
+      self._hand_out()
       result = jax.device_get(result)
+    read = time.monotonic()
+    if self._paced_from is not None:  # nothing but decoding since then
+      self._pace.took(int(result.steps), read - self._paced_from)
+    self._paced_from = read
     tokens = int(result.valid.sum())
     self.counts.tokens += tokens
     self.counts.busy_slot_steps += tokens
@@ -705,17 +725,34 @@ class EngineLoop:
         cut.append(slot)
       if stop is not None:
         self.counts.discarded_tokens += len(running) - stop.tokens
-        completion = self._completion(
-            running, StopReason.STOP_STRING, None, stop
-        )
+        ending = (StopReason.STOP_STRING, None, stop)
       elif stopped:
-        completion = self._completion(running, StopReason.STOP, int(tokens[-1]))
+        ending = (StopReason.STOP, int(tokens[-1]))
       else:
-        completion = self._completion(running, StopReason.LENGTH, None)
-      running.answer(completion)
+        ending = (StopReason.LENGTH, None)
+      if ending[0] is not StopReason.LENGTH:
+        self._pace.ended(len(running))
+      self._finished.append((running, *ending))
     if cut:
       with self.dispatch_lock:
         self._state = self.engine.release(self._state, cut)
+
+  def _steps(self) -> int:
+    """How many steps the next dispatch takes."""
+    if not self._queue or self._pending:
+      return self.engine.settings.steps  # nobody waits for a slot
+    active = [r for r in self._slots if r is not None and r.active]
+    asked = [r.request.sampling for r in active]
+    return self._pace.steps(
+        np.array([r.limit - r.length for r in active]),
+        np.array([bool(a.stop_ids or a.stop_strings) for a in asked]),
+    )
+
+  def _hand_out(self) -> None:
+    """Answers the requests that have ended."""
+    finished, self._finished = self._finished, []
+    for running, *ending in finished:
+      running.answer(self._completion(running, *ending))
 
   def _stop_string(
       self, running: _Running, tokens: np.ndarray, active: bool, stopped: bool
@@ -791,6 +828,7 @@ class EngineLoop:
       self._failure = cause
       waiting = list(self._queue) + [r for r in self._slots if r is not None]
       self._queue.clear()
+    self._hand_out()
     error = EngineStopped(f'engine {self.name} ended')
     error.__cause__ = cause
     for running in waiting:

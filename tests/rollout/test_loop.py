@@ -94,8 +94,8 @@ def check_labels(request, completion, atol=1e-4):
 def swap_in_mid_sentence(engine, swap, tokenizer=None, **sampling):
   """Two long requests and a short one, whose end brings new weights.
 
-  The callback runs in the loop's thread between two dispatches, so the swap
-  happens at the same token each time: after 4 of 40.
+  The callback runs in the loop's thread during the dispatch that follows the
+  end, so the swap happens at the same token each time: after 8 of 40.
   """
   long = [
       tiny.request(f'long{i}', new=40, draw=i, **sampling) for i in range(2)
@@ -254,14 +254,54 @@ def test_group_is_prefilled_once_however_many_samples(engine):
     assert running.loop.counts.prefix_hits == 9
 
 
+def test_answers_go_out_while_the_devices_decode_on(engine, monkeypatch):
+  happened = []
+  dispatch = engine.generate_steps
+
+  def recorded(*args):
+    happened.append('dispatch')
+    return dispatch(*args)
+
+  monkeypatch.setattr(engine, 'generate_steps', recorded)
+  with Running(engine, weights=False) as running:
+    running.on_answer = lambda outcome: happened.append(outcome.request_id)
+    running.submit(tiny.request('short', new=4), tiny.request('long', new=16))
+    running.set_weights(0)
+    running.wait(2)
+  # The short one ends with the first dispatch, the long one with the fourth.
+  # Then none follows, and the last answer does not wait for one.
+  assert happened == ['dispatch'] * 2 + ['short'] + ['dispatch'] * 2 + ['long']
+
+
+def test_dispatches_end_with_a_limit_where_requests_wait(engine, monkeypatch):
+  asked = []
+  dispatch = engine.generate_steps
+
+  def recorded(params, state, k, tables):
+    asked.append(k)
+    return dispatch(params, state, k, tables)
+
+  monkeypatch.setattr(engine, 'generate_steps', recorded)
+  with Running(engine, weights=False) as running:
+    # A dispatch costs something beside its steps.
+    running.loop._pace.took(1, 1.1)
+    running.loop._pace.took(4, 4.1)
+    running.submit(*(tiny.request(f'{i}', new=6, draw=i) for i in range(9)))
+    running.set_weights(0)
+    running.wait(9)
+  # Four slots with 6 steps each: the second dispatch is of 2 where others wait,
+  # and as long as it may be where nobody does.
+  assert asked == [4, 2, 4, 2, 4, 4]
+
+
 def test_recompute_swap_keeps_slots_alive_and_labels_true(engine):
   long, answers, running = swap_in_mid_sentence(engine, 'recompute')
   for request in long:
     completion = answers[request.request_id]
-    assert completion.versions.tolist() == [0] * 4 + [1] * 36
+    assert completion.versions.tolist() == [0] * 8 + [1] * 32
     check_labels(request, completion)
   assert running.loop.counts.swaps == 2  # the first weights, then the new ones
-  assert running.loop.counts.rebuilt_tokens == 2 * (2 + 4)
+  assert running.loop.counts.rebuilt_tokens == 2 * (2 + 8)
   assert running.swaps == [0, 1]
 
 
@@ -269,7 +309,7 @@ def test_labels_one_version_old_are_seen(engine):
   """Planted fault: labels that lag one version behind the weights."""
   long, answers, _ = swap_in_mid_sentence(engine, 'recompute')
   completion = answers['long0']
-  completion.versions[4:8] = 0
+  completion.versions[8:12] = 0
   with pytest.raises(AssertionError, match='version 0: gap'):
     check_labels(long[0], completion)
 
@@ -277,7 +317,7 @@ def test_labels_one_version_old_are_seen(engine):
 def test_keep_swap_is_seen_as_a_stale_cache(engine):
   long, answers, running = swap_in_mid_sentence(engine, 'keep')
   completion = answers['long0']
-  assert completion.versions.tolist() == [0] * 4 + [1] * 36
+  assert completion.versions.tolist() == [0] * 8 + [1] * 32
   assert running.loop.counts.rebuilt_tokens == 0
   with pytest.raises(AssertionError, match='version 1: gap'):
     check_labels(long[0], completion)
@@ -297,7 +337,7 @@ def test_restart_swap_leaves_no_token_of_the_old_version(engine):
     completion = answers[request.request_id]
     assert completion.versions.tolist() == [1] * 40
     check_labels(request, completion)
-  assert running.loop.counts.restarted_tokens == 8
+  assert running.loop.counts.restarted_tokens == 2 * 8
 
 
 def test_restarted_answer_is_that_of_a_fresh_request(engine):
@@ -574,7 +614,7 @@ def test_preemption_keeps_what_was_said_and_its_versions(engine, tight):
       assert versions == sorted(versions) and len(versions) == 40
       check_labels(request, got[request.request_id])
   assert running.loop.counts.preemptions > 0
-  assert answers['tight']['long0'].versions.tolist() == [0] * 4 + [1] * 36
+  assert answers['tight']['long0'].versions.tolist() == [0] * 8 + [1] * 32
 
 
 def test_preempted_answers_end_before_a_drain_swaps(tight):
@@ -606,10 +646,10 @@ def test_shared_pages_are_rebuilt_once_a_swap(engine):
     answers = running.wait(4)
   for request in group:
     completion = answers[request.request_id]
-    assert completion.versions.tolist() == [0] * 4 + [1] * 26
+    assert completion.versions.tolist() == [0] * 8 + [1] * 22
     check_labels(request, completion)
   # 16 once, and of each what is behind them.
-  assert running.loop.counts.rebuilt_tokens == 16 + 3 * (2 + 4)
+  assert running.loop.counts.rebuilt_tokens == 16 + 3 * (2 + 8)
 
 
 def test_next_turn_goes_on_from_what_is_cached(engine):
@@ -873,15 +913,15 @@ def test_stop_string_across_a_swap_keeps_true_labels(engine, swap):
   syllables = Syllables()
   _, free, _ = swap_in_mid_sentence(engine, swap)
   text = syllables.decode(free['long0'].ids.tolist())
-  string = text[7:15]  # four tokens of version 0 came first, where it is kept
+  string = text[15:23]  # eight of version 0 came first, where it is kept
   long, answers, running = swap_in_mid_sentence(
       engine, swap, syllables, stop_strings=(string,)
   )
-  assert text.index(string) == 7
-  ends_at(answers['long0'], free['long0'], 8)
+  assert text.index(string) == 15
+  ends_at(answers['long0'], free['long0'], 12)
   check_labels(long[0], answers['long0'])
-  assert answers['long0'].text_end == 7
-  expected = [0] * 4 + [1] * 4 if swap == 'recompute' else [1] * 8
+  assert answers['long0'].text_end == 15
+  expected = [0] * 8 + [1] * 4 if swap == 'recompute' else [1] * 12
   assert answers['long0'].versions.tolist() == expected
   assert answers['long1'].ids.tolist() == free['long1'].ids.tolist()
 
