@@ -1,4 +1,4 @@
-"""Steps of a dispatch: worked examples, and the plain search they agree with."""
+"""Steps of a dispatch: worked examples, and the rule that they follow."""
 
 import numpy as np
 import pytest
