@@ -139,7 +139,9 @@ class SlotCache:
     # Full pages, the one to be copied, and one of its own for what is left.
     missing = full + copied - len(found)
     taken = missing + (rest > 0)
-    if taken + self._growth() > self.pool.available:
+    room = self.pool.available - taken
+    # The count that is at most the other is made first: this is done often.
+    if room < len(self._sequences) and room < self._growth():
       self.pool.give_back(found)
       return None
     fresh = self.pool.take(taken)
@@ -230,6 +232,10 @@ class SlotCache:
     sequence.pages += self.pool.take(missing)
     self.tables[slot, first : len(sequence.pages)] = sequence.pages[first:]
     return True
+
+  def holds(self, slot: int) -> int:
+    """Tokens that the pages of a slot have room for."""
+    return len(self._sequences[slot].pages) * self.settings.page_size
 
   def youngest(self) -> int:
     """The slot that was placed last."""

@@ -533,7 +533,6 @@ class EngineLoop:
     All of it that is a piece or less, and one piece of what is longer: then it
     is the turn of those who decode, if somebody does.
     """
-    self._occupy()
     while True:
       while (pieces := self._cache.next_piece(long=False)) is not None:
         self._extend(pieces)
@@ -626,6 +625,9 @@ class EngineLoop:
       if running is None or not running.active:
         continue  # it is not whole, or has given way to one before it
       needed = min(running.length + k - 1, running.limit - 1)
+      longest = max(longest, needed)
+      if needed <= self._cache.holds(slot):
+        continue
       while not self._cache.grow(slot, needed):
         youngest = self._cache.youngest()
         if self._slots[youngest].active:
@@ -636,8 +638,6 @@ class EngineLoop:
           self._queue.appendleft(running)
         if youngest == slot:
           break
-      else:
-        longest = max(longest, needed)
     if preempted:
       with self.dispatch_lock:
         self._state = self.engine.release(self._state, preempted)
