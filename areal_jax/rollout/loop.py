@@ -176,8 +176,9 @@ class EngineLoop:
     lane: the one lane that all spans go to; empty for one a kind, 'generate/0',
       'prefill/0' and so on.
     restarts: times that the thread may begin anew after an exception.
-    exact: whether nothing found in the cache may change an answer in its last
-      bits (see `cache.py`).
+    exact: whether nothing that happens to be in the cache or in other slots may
+      change an answer in its last bits: what is found was computed as it would
+      have been (see `cache.py`), and page tables are always of one width.
     release_idle: whether the decode state is let go of while nothing is to do,
       for others to use the devices' memory.
   """
@@ -643,7 +644,10 @@ class EngineLoop:
         self._state = self.engine.release(self._state, preempted)
     used = self._cache.pool.used
     self.counts.peak_pages = max(self.counts.peak_pages, used)
-    return self.engine.settings.live_columns(longest)
+    settings = self.engine.settings
+    if self.exact:  # sums over more columns may round otherwise
+      return settings.pages_per_slot
+    return settings.live_columns(longest)
 
   def _tell_prompt_logps(self, members: list[_Running]) -> None:
     """Log-probs of their prompts, for those requests that want them."""
