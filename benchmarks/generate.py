@@ -74,12 +74,6 @@ from areal_jax.types import Completion
 from benchmarks import report, serving
 from benchmarks.serving import Ours, Peer, Served, Work
 
-_SHORT = flags.DEFINE_bool('short', False, 'A small policy on little work.')
-_TUNIX = flags.DEFINE_string('tunix', '', 'Interpreter that has google-tunix.')
-_TRL = flags.DEFINE_string('trl', '', 'Interpreter that has transformers.')
-_ROUNDS = flags.DEFINE_integer('rounds', 5, 'Turns of each system.')
-_ONLY = flags.DEFINE_list('only', [], 'Parts to run; all by default.')
-
 OURS = 'ours'
 _SCORED = 64  # answers whose log-probs are computed again
 
@@ -151,8 +145,8 @@ def plan(short: bool) -> Plan:
 def started(config: ModelConfig) -> Iterator[dict[str, Peer]]:
   """The systems whose interpreters were given, by name."""
   given = {
-      'Tunix': (_TUNIX.value, 'tunix_sampler.py'),
-      'transformers': (_TRL.value, 'transformers_sampler.py'),
+      'Tunix': (flags.FLAGS.tunix, 'tunix_sampler.py'),
+      'transformers': (flags.FLAGS.trl, 'transformers_sampler.py'),
   }
   with contextlib.ExitStack() as stack:
     peers = {}
@@ -626,20 +620,30 @@ PARTS = {
 def main(argv: Sequence[str]) -> None:
   """Prints the table and the JSON line."""
   del argv
-  unknown = sorted(set(_ONLY.value) - PARTS.keys())
+  unknown = sorted(set(flags.FLAGS.only) - PARTS.keys())
   if unknown:
     raise app.UsageError(f'--only is {unknown}, wanted some of {[*PARTS]}')
   keep_freed_memory()
-  chosen = plan(_SHORT.value)
+  chosen = plan(flags.FLAGS.short)
   with started(chosen.model) as peers:
     rows = measure(
         chosen,
         peers,
-        1 if _SHORT.value else _ROUNDS.value,
-        _ONLY.value or [*PARTS],
+        1 if flags.FLAGS.short else flags.FLAGS.rounds,
+        flags.FLAGS.only or [*PARTS],
     )
   report.show('generate', rows)
 
 
+def define_flags() -> None:
+  """Those of the command line; an importer has none of them."""
+  flags.DEFINE_bool('short', False, 'A small policy on little work.')
+  flags.DEFINE_string('tunix', '', 'Interpreter that has google-tunix.')
+  flags.DEFINE_string('trl', '', 'Interpreter that has transformers.')
+  flags.DEFINE_integer('rounds', 5, 'Turns of each system.')
+  flags.DEFINE_list('only', [], 'Parts to run; all by default.')
+
+
 if __name__ == '__main__':
+  define_flags()
   app.run(main)
