@@ -83,6 +83,13 @@ def _batch(name):
   more = {}
   if settings.advantages.critic:
     more['values'] = np.split(np.arange(_TOKENS) / 20.0, _STARTS[1:-1])
+  if settings.advantages.kl_coefficient:
+    more['token_rewards'] = advantages.kl_rewards(
+        settings.advantages,
+        np.split(tokens['behavior_logps'], _STARTS[1:-1]),
+        np.split(tokens['reference_logps'], _STARTS[1:-1]),
+        _masks(),
+    )
   given = advantages.token_advantages(
       settings.advantages,
       np.array([1.0, 0.0, 0.5, -1.0]),
@@ -171,6 +178,10 @@ def _singles(name):
   """Each sequence in a microbatch of its own."""
   batch = _batch(name)
   return [_step(*batch, *_lay([[i]], _TOKENS)) for i in range(4)]
+
+
+def _finite(stats):
+  return all(np.all(np.isfinite(value)) for value in stats.values())
 
 
 def _assert_close(result, whole):
@@ -270,7 +281,7 @@ def test_nothing_in_the_mask_gives_a_loss_of_zero(name):
   value, gradient, stats = _step(loss, arrays, 0.0, place, segment_ids)
   assert value == 0.0
   np.testing.assert_array_equal(gradient, np.zeros(_TOKENS))
-  assert np.all(np.isfinite(list(stats.values())))
+  assert _finite(stats)
 
 
 @pytest.mark.parametrize('name', _NAMES)
@@ -283,7 +294,7 @@ def test_log_probs_far_apart_give_finite_numbers(name):
   place, segment_ids = _lay(_PADDED, _TOKENS)
   value, gradient, stats = _step(loss, arrays, denominator, place, segment_ids)
   assert np.isfinite(value) and np.all(np.isfinite(gradient))
-  assert np.all(np.isfinite(list(stats.values())))
+  assert _finite(stats)
 
 
 @pytest.mark.parametrize('name', _NAMES)
