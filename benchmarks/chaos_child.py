@@ -36,7 +36,7 @@ def install_faults() -> None:
   step, write = Engine.generate_steps, Checkpointer._write
   steps, saves = iter(range(1, 2**62)), iter(range(1, 2**62))
 
-  def faulty_step(self, params, state, k):
+  def faulty_step(self, *rest):
     if threading.current_thread().name.startswith('engine-0'):
       number = next(steps)
       if strikes(number, _DEATHS):
@@ -45,7 +45,7 @@ def install_faults() -> None:
       if strikes(number, _HANGS):
         log_fault('engine_hang')
         time.sleep(HANG_S)
-    return step(self, params, state, k)
+    return step(self, *rest)
 
   def slow_write(self, *rest):
     if strikes(next(saves), _SLOW_SAVES):
