@@ -8,14 +8,14 @@ SmolLM2-135M, with random weights) and publish two versions of it to one engine:
 everything learns; adapters of rank 16 on all seven projections; the same on a
 frozen base in bfloat16. Bytes are those of the arrays that really exist once a
 trainer is built, and of what the publisher really sent; a gradient, which is as
-large as what learns, and activations come on top. Nothing is trained.
+large as what learns, and activations come on top. Nothing is trained. `--short`
+takes a small policy; the last line is one JSON object.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from typing import Any
+from typing import Any, Sequence
 
 from absl import app, flags
 import jax
@@ -28,10 +28,12 @@ from areal_jax.models.config import PROJECTIONS, LoraSettings, ModelConfig
 from areal_jax.telemetry.events import EventLog
 from areal_jax.train.trainer import Trainer, TrainSettings
 from areal_jax.weights import Publisher, Target
+from benchmarks import report
 
 _WIDTH = flags.DEFINE_integer('width', 576, 'D.')
 _LAYERS = flags.DEFINE_integer('layers', 30, 'L.')
 _VOCABULARY = flags.DEFINE_integer('vocabulary', 49152, 'V.')
+_SHORT = flags.DEFINE_bool('short', False, 'A policy of two layers.')
 
 ARMS = {
     'all': LoraSettings(),
@@ -73,15 +75,16 @@ def measure(config: ModelConfig) -> dict[str, float]:
   }
 
 
-def shape(lora: LoraSettings) -> ModelConfig:
+def shape(
+    width: int, layers: int, vocabulary: int, lora: LoraSettings
+) -> ModelConfig:
   """The policy of an arm; head size 64 and SmolLM2-135M's proportions."""
-  width = _WIDTH.value
   heads = width // 64
   return resolve(
       ModelConfig(
-          vocab_size=_VOCABULARY.value,
+          vocab_size=vocabulary,
           width=width,
-          layers=_LAYERS.value,
+          layers=layers,
           heads=heads,
           kv_heads=max(n for n in range(1, heads // 2 + 1) if heads % n == 0),
           head_size=64,
@@ -91,15 +94,24 @@ def shape(lora: LoraSettings) -> ModelConfig:
   )
 
 
-def main(argv: list[str]) -> None:
+def main(argv: Sequence[str]) -> None:
+  """Prints the table and the JSON line."""
   del argv
-  print('| what learns | learns | train state | first version | each later one'
-        ' | time of it |\n|---|---|---|---|---|---|')  # fmt: skip
+  sizes = _WIDTH.value, _LAYERS.value, _VOCABULARY.value
+  if _SHORT.value:
+    sizes = 128, 2, 1024
+  rows = []
   for name, lora in ARMS.items():
-    found = measure(shape(lora))
-    cells = [f'{found[n] / 1e6:,.1f} MB' for n in
-             ('learns', 'state', 'first', 'later')]  # fmt: skip
-    print(f'| {name} | {" | ".join(cells)} | {1e3 * found["later_s"]:.1f} ms |')
+    found = measure(shape(*sizes, lora))
+    for part, what in (
+        ('learns', 'what learns, MB'),
+        ('state', 'train state, MB'),
+        ('first', 'first version, MB'),
+        ('later', 'each later version, MB'),
+    ):
+      rows.append(report.Row(f'{name}: {what}', found[part] / 1e6))
+    rows.append(report.Row(f'{name}: to publish, s', found['later_s']))
+  report.show('adapters', rows)
 
 
 def _bytes(tree: Any) -> int:
@@ -107,4 +119,4 @@ def _bytes(tree: Any) -> int:
 
 
 if __name__ == '__main__':
-  sys.exit(app.run(main))
+  app.run(main)
