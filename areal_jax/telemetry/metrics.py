@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 import tensorboardX
+from tensorboardX.proto import summary_pb2
 
 from areal_jax.telemetry import jsonl, run_folder
 
@@ -842,10 +843,17 @@ class MetricWriter:
     row['nonfinite'] = nonfinite
     self._file.write(jsonl.line(row).encode())
     self._file.flush()
-    for name, value in known.items():
-      # NaN is a value there: TensorBoard marks the place with a triangle.
-      group = _GROUP_OF[registered(name)]
-      self._board.add_scalar(f'{group}/{name}', value, step, walltime=wall)
+    # One event for all: each crosses a queue between threads, by way of a pipe.
+    # NaN is a value there: TensorBoard marks the place with a triangle.
+    shown = summary_pb2.Summary(
+        value=[
+            summary_pb2.Summary.Value(
+                tag=f'{_GROUP_OF[registered(name)]}/{name}', simple_value=value
+            )
+            for name, value in known.items()
+        ]
+    )
+    self._board.file_writer.add_summary(shown, step, walltime=wall)
 
   def offset(self) -> int:
     """Bytes of metrics.jsonl."""

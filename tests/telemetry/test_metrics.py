@@ -16,9 +16,8 @@ from areal_jax.telemetry.jsonl import read_jsonl
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def board_values(folder):
-  """(tag, step, value) of all event files, read record by record."""
-  found = []
+def board_events(folder):
+  """Events of all event files that hold values, read record by record."""
   for path in sorted((folder / 'tensorboard').iterdir()):
     data = path.read_bytes()
     while data:
@@ -27,10 +26,18 @@ def board_values(folder):
       crc = int.from_bytes(data[12 + length : 16 + length], 'little')
       assert crc == masked_crc32c(body)
       event = event_pb2.Event.FromString(body)
-      for value in event.summary.value:
-        found.append((value.tag, event.step, value.simple_value))
+      if event.summary.value:
+        yield event
       data = data[16 + length :]
-  return found
+
+
+def board_values(folder):
+  """(tag, step, value) of all event files."""
+  return [
+      (value.tag, event.step, value.simple_value)
+      for event in board_events(folder)
+      for value in event.summary.value
+  ]
 
 
 def test_row_holds_the_values_and_their_date(tmp_path):
@@ -47,6 +54,15 @@ def test_row_holds_the_values_and_their_date(tmp_path):
       ('learning/reward_mean', 3, 0.5),
       ('flow/trained', 3, 8.0),
   ]
+
+
+def test_a_row_is_one_event_however_many_values_it_has(tmp_path):
+  # Each event crosses a queue through a pipe, while training waits for room.
+  writer = metrics.MetricWriter(tmp_path)
+  for step in (1, 2):
+    writer.write(step, step, dict.fromkeys(('loss', 'entropy', 'trained'), 1.0))
+  writer.close()
+  assert [event.step for event in board_events(tmp_path)] == [1, 2]
 
 
 def test_nonfinite_values_are_null_and_named(tmp_path):
