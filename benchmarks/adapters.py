@@ -30,11 +30,6 @@ from areal_jax.train.trainer import Trainer, TrainSettings
 from areal_jax.weights import Publisher, Target
 from benchmarks import report
 
-_WIDTH = flags.DEFINE_integer('width', 576, 'D.')
-_LAYERS = flags.DEFINE_integer('layers', 30, 'L.')
-_VOCABULARY = flags.DEFINE_integer('vocabulary', 49152, 'V.')
-_SHORT = flags.DEFINE_bool('short', False, 'A policy of two layers.')
-
 ARMS = {
     'all': LoraSettings(),
     'adapters': LoraSettings(projections=PROJECTIONS),
@@ -97,8 +92,8 @@ def shape(
 def main(argv: Sequence[str]) -> None:
   """Prints the table and the JSON line."""
   del argv
-  sizes = _WIDTH.value, _LAYERS.value, _VOCABULARY.value
-  if _SHORT.value:
+  sizes = flags.FLAGS.width, flags.FLAGS.layers, flags.FLAGS.vocabulary
+  if flags.FLAGS.short:
     sizes = 128, 2, 1024
   rows = []
   for name, lora in ARMS.items():
@@ -118,5 +113,14 @@ def _bytes(tree: Any) -> int:
   return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+def define_flags() -> None:
+  """Those of the command line; an importer has none of them."""
+  flags.DEFINE_integer('width', 576, 'D.')
+  flags.DEFINE_integer('layers', 30, 'L.')
+  flags.DEFINE_integer('vocabulary', 49152, 'V.')
+  flags.DEFINE_bool('short', False, 'A policy of two layers.')
+
+
 if __name__ == '__main__':
+  define_flags()
   app.run(main)

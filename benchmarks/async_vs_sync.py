@@ -58,18 +58,6 @@ from areal_jax.telemetry import run_folder
 from benchmarks import report, runs
 from benchmarks.runs import Interval, Run
 
-_SHORT = flags.DEFINE_bool(
-    'short', False, 'Under a minute: no sweep, one repeat, few steps.'
-)
-_STEPS = flags.DEFINE_integer('steps', 60, 'Training steps of a run.')
-_WARM = flags.DEFINE_integer('warm', 10, 'Steps before the clock starts.')
-_REPEATS = flags.DEFINE_integer('repeats', 5, 'Runs of each arm.')
-_WARM_START = flags.DEFINE_integer('warm_start', 500, 'Supervised updates.')
-_START = flags.DEFINE_string(
-    'start', '', 'An earlier run of the experiment, to start from its start.'
-)
-_OUTPUT = flags.DEFINE_string('output', '', 'Folder of the runs; kept.')
-
 CONFIG = 'experiments/long_tail.py'
 # Tried for each arm: slots at the first k, then k at the best slots.
 SWEEP = {'slots': (32, 16, 64), 'steps': (4, 1, 16)}
@@ -388,24 +376,40 @@ def table(found: Mapping[str, Sequence[Measured]]) -> str:
 def main(argv: Sequence[str]) -> None:
   """Prints the sweep, the runs, the table and the JSON line."""
   del argv
-  short = _SHORT.value
+  short = flags.FLAGS.short
   cores = len(os.sched_getaffinity(0))
   with tempfile.TemporaryDirectory() as scratch:
     bench = Bench(
-        pathlib.Path(_OUTPUT.value or scratch),
-        _SHORT_WARM_START if short else _WARM_START.value,
-        pathlib.Path(_START.value) if _START.value else None,
+        pathlib.Path(flags.FLAGS.output or scratch),
+        _SHORT_WARM_START if short else flags.FLAGS.warm_start,
+        pathlib.Path(flags.FLAGS.start) if flags.FLAGS.start else None,
     )
     found, finished = compare(
         bench,
-        _SHORT_STEPS if short else _STEPS.value,
-        _SHORT_WARM if short else _WARM.value,
-        1 if short else _REPEATS.value,
+        _SHORT_STEPS if short else flags.FLAGS.steps,
+        _SHORT_WARM if short else flags.FLAGS.warm,
+        1 if short else flags.FLAGS.repeats,
         sweep=not short,
     )
     print(table(found))
     report.show('async_vs_sync', rows(found, finished, cores))
 
 
+def define_flags() -> None:
+  """Those of the command line; an importer has none of them."""
+  flags.DEFINE_bool(
+      'short', False, 'Under a minute: no sweep, one repeat, few steps.'
+  )
+  flags.DEFINE_integer('steps', 60, 'Training steps of a run.')
+  flags.DEFINE_integer('warm', 10, 'Steps before the clock starts.')
+  flags.DEFINE_integer('repeats', 5, 'Runs of each arm.')
+  flags.DEFINE_integer('warm_start', 500, 'Supervised updates.')
+  flags.DEFINE_string(
+      'start', '', 'An earlier run of the experiment, to start from its start.'
+  )
+  flags.DEFINE_string('output', '', 'Folder of the runs; kept.')
+
+
 if __name__ == '__main__':
+  define_flags()
   app.run(main)

@@ -30,9 +30,6 @@ from areal_jax.sandbox.call import call
 from areal_jax.types import Problem
 from benchmarks import report
 
-_DATA = flags.DEFINE_string('data', '', 'Folder with the three files.')
-_SHORT = flags.DEFINE_bool('short', False, 'Every tenth row.')
-
 FILES = ('gsm8k_model_solutions', 'math_cot_responses', 'math_pairs')
 
 
@@ -78,18 +75,25 @@ def measure(path: pathlib.Path, stride: int) -> list[report.Row]:
 def main(argv: list[str]) -> int:
   """Prints the figures."""
   del argv
-  files = [pathlib.Path(_DATA.value) / f'{name}.jsonl' for name in FILES]
+  files = [pathlib.Path(flags.FLAGS.data) / f'{name}.jsonl' for name in FILES]
   missing = [str(file) for file in files if not file.is_file()]
   if missing:
-    print(f'error: --data is {_DATA.value!r}, without {missing}',
+    print(f'error: --data is {flags.FLAGS.data!r}, without {missing}',
           file=sys.stderr)  # fmt: skip
     return 2
   logging.getLogger('math_verify').setLevel(logging.ERROR)
-  stride = 10 if _SHORT.value else 1
+  stride = 10 if flags.FLAGS.short else 1
   rows = [row for file in files for row in measure(file, stride)]
   report.show('graders', rows)
   return 0
 
 
+def define_flags() -> None:
+  """Those of the command line; an importer has none of them."""
+  flags.DEFINE_string('data', '', 'Folder with the three files.')
+  flags.DEFINE_bool('short', False, 'Every tenth row.')
+
+
 if __name__ == '__main__':
+  define_flags()
   app.run(main)

@@ -34,12 +34,6 @@ from areal_jax.telemetry.jsonl import read_jsonl
 from benchmarks import report
 
 _TASKS = ['quickstart', 'stories', 'smollm2']
-_TASK = flags.DEFINE_enum('task', _TASKS[0], _TASKS, 'What is learnt.')
-_SEEDS = flags.DEFINE_list('seeds', ['1', '2', '3'], 'Seeds, a run each.')
-_SHORT = flags.DEFINE_bool('short', False, 'The first seed alone.')
-_DATA = flags.DEFINE_string('data', '', 'Folder with models/stories260K.')
-_POLICY = flags.DEFINE_string('policy', '', 'Folder of SmolLM2-135M-Instruct.')
-_OUTPUT = flags.DEFINE_string('output', '', 'Folder of the runs; kept.')
 
 LAST_STEPS = 5  # steps whose mean reward is the reward at the end
 
@@ -276,17 +270,30 @@ def row(seed: int, what: str, value: float, bar: str = '') -> report.Row:
 def main(argv: Sequence[str]) -> None:
   """Prints the table and the JSON line of the chosen task."""
   del argv
-  seeds = [int(s) for s in _SEEDS.value][: 1 if _SHORT.value else None]
+  seeds = [int(seed) for seed in flags.FLAGS.seeds]
+  if flags.FLAGS.short:
+    seeds = seeds[:1]
   with tempfile.TemporaryDirectory() as scratch:
-    output = pathlib.Path(_OUTPUT.value or scratch)
-    if _TASK.value == 'quickstart':
+    output = pathlib.Path(flags.FLAGS.output or scratch)
+    if flags.FLAGS.task == 'quickstart':
       rows = quickstart(seeds, output)
-    elif _TASK.value == 'smollm2':
-      rows = smollm2(seeds, output, _POLICY.value)
+    elif flags.FLAGS.task == 'smollm2':
+      rows = smollm2(seeds, output, flags.FLAGS.policy)
     else:
-      rows = stories(seeds, output, pathlib.Path(_DATA.value))
-  report.show(f'learning/{_TASK.value}', rows)
+      rows = stories(seeds, output, pathlib.Path(flags.FLAGS.data))
+  report.show(f'learning/{flags.FLAGS.task}', rows)
+
+
+def define_flags() -> None:
+  """Those of the command line; an importer has none of them."""
+  flags.DEFINE_enum('task', _TASKS[0], _TASKS, 'What is learnt.')
+  flags.DEFINE_list('seeds', ['1', '2', '3'], 'Seeds, a run each.')
+  flags.DEFINE_bool('short', False, 'The first seed alone.')
+  flags.DEFINE_string('data', '', 'Folder with models/stories260K.')
+  flags.DEFINE_string('policy', '', 'Folder of SmolLM2-135M-Instruct.')
+  flags.DEFINE_string('output', '', 'Folder of the runs; kept.')
 
 
 if __name__ == '__main__':
+  define_flags()
   app.run(main)

@@ -45,16 +45,6 @@ from areal_jax.types import Draw, RewardResult, RewardStatus, Trajectory
 from benchmarks import report
 from experiments import smollm2
 
-_POLICY = flags.DEFINE_string(
-    'policy', None, 'Hugging Face folder with its tokenizer.', required=True
-)
-_COMPUTE = flags.DEFINE_list(
-    'compute', ['float32', 'bfloat16'], 'Dtypes of the layers.'
-)
-_SAMPLES = flags.DEFINE_integer('samples', 8, 'Answers a question.')
-_QUESTIONS = flags.DEFINE_integer('questions', 16, 'Questions.')
-_SHORT = flags.DEFINE_bool('short', False, '2 questions, 4 answers.')
-
 # Of invariant 8 in docs/design.md.
 _FP32 = '<= 0.0001'
 
@@ -175,12 +165,24 @@ def _scores(
 def main(argv: Sequence[str]) -> None:
   """Prints the table and the JSON line."""
   del argv
-  questions, samples = _QUESTIONS.value, _SAMPLES.value
-  if _SHORT.value:
+  questions, samples = flags.FLAGS.questions, flags.FLAGS.samples
+  if flags.FLAGS.short:
     questions, samples = 2, 4
-  rows = measure(_POLICY.value, _COMPUTE.value, questions, samples)
+  rows = measure(flags.FLAGS.policy, flags.FLAGS.compute, questions, samples)
   report.show('numerics', rows)
 
 
+def define_flags() -> None:
+  """Those of the command line; an importer has none of them."""
+  flags.DEFINE_string(
+      'policy', None, 'Hugging Face folder with its tokenizer.', required=True
+  )
+  flags.DEFINE_list('compute', ['float32', 'bfloat16'], 'Dtypes of the layers.')
+  flags.DEFINE_integer('samples', 8, 'Answers a question.')
+  flags.DEFINE_integer('questions', 16, 'Questions.')
+  flags.DEFINE_bool('short', False, '2 questions, 4 answers.')
+
+
 if __name__ == '__main__':
+  define_flags()
   app.run(main)

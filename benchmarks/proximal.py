@@ -149,6 +149,11 @@ def main(argv: Sequence[str]) -> None:
   report.show('proximal', rows)
 
 
-if __name__ == '__main__':
+def define_flags() -> None:
+  """Those of the command line; an importer has none of them."""
   flags.DEFINE_bool('short', False, 'Fewer repetitions.')
+
+
+if __name__ == '__main__':
+  define_flags()
   app.run(main)

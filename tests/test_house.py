@@ -122,6 +122,7 @@ def faults(root: pathlib.Path) -> list[str]:
           *build_faults(root),
           *pin_faults(root),
           *text_faults(root),
+          *flag_faults(root),
       }
   )
 
@@ -236,6 +237,17 @@ def text_faults(root: pathlib.Path) -> Iterator[str]:
       if named and not node.name.startswith('_'):
         if ast.get_docstring(node) is None:
           yield f'{file}:{node.lineno}: {node.name} has no docstring'
+
+
+def flag_faults(root: pathlib.Path) -> Iterator[str]:
+  """Flags defined by an import: no second module could have one of the name."""
+  for folder in ('areal_jax', 'benchmarks'):
+    for path in sources(root, folder):
+      for node in parse(path.read_text()).body:
+        if isinstance(node, (ast.Assign, ast.Expr)):
+          if re.search(r'flags\.DEFINE_', ast.unparse(node)):
+            file = path.relative_to(root)
+            yield f'{file}:{node.lineno}: defines a flag when imported'
 
 
 def sources(root: pathlib.Path, folder: str) -> list[pathlib.Path]:
@@ -565,7 +577,14 @@ def _append(path: pathlib.Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     'check',
-    [floor_faults, weight_faults, build_faults, pin_faults, text_faults],
+    [
+        floor_faults,
+        weight_faults,
+        build_faults,
+        pin_faults,
+        text_faults,
+        flag_faults,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_house_has_none_of(check):
@@ -706,6 +725,11 @@ PLANTED = {
         'areal_jax/buffer.py',
         f'\n_HOME = "{OUTSIDE_PATHS[1]}main"\n',
         f'areal_jax/buffer.py: mentions {OUTSIDE_PATHS[1]!r}',
+    ),
+    'flag_of_a_module': (
+        'benchmarks/numerics.py',
+        "\n_SEED = flags.DEFINE_integer('seed', 0, 'Seed.')\n",
+        'defines a flag when imported',
     ),
     'public_function_without_docstring': (
         'areal_jax/buffer.py',
