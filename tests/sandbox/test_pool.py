@@ -44,7 +44,7 @@ def is_alive(pid: int) -> bool:
   try:
     with open(f'/proc/{pid}/stat', encoding='utf-8') as file:
       return file.read().rpartition(')')[2].split()[0] != 'Z'
-  except FileNotFoundError:
+  except (FileNotFoundError, ProcessLookupError):  # gone before, or meanwhile
     return False
 
 
