@@ -370,6 +370,12 @@ class Experiment:
         train.packing.row_tokens,
         f'at least {longest}, the longest prompt and answer',
     )
+    require(
+        self.mesh.colocated or not train.offload_optimizer,
+        f'{at}.train.offload_optimizer',
+        train.offload_optimizer,
+        'False unless mesh.colocated: nobody else needs the room',
+    )
     _check_algorithm(self, at)
     self._validate_adapters(at)
     shards = self.mesh.train.fsdp

@@ -72,6 +72,7 @@ from areal_jax.rewards.scorer import Scorer
 from areal_jax.rewards.self_test import self_test
 from areal_jax.rollout.controller import Controller, Costs, Snapshot
 from areal_jax.rollout.evaluation import Evaluation, table_text
+from areal_jax.rollout.memory import decode_state_bytes
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry import plots, run_folder, trace
 from areal_jax.telemetry.compilations import CompilationCounter
@@ -388,6 +389,7 @@ class Session:
         merge=rollout.merge_adapters,
         restarts=self._settings.failures.restarts,
         exact=rollout.eta == 0,  # equal in bits to a plain loop
+        release_idle=self._settings.mesh.colocated,
     )
 
   def _build_watchdog(self) -> Watchdog:
@@ -712,7 +714,8 @@ class Session:
     with self._turns or contextlib.nullcontext():
       with self._events.span('step', 'train', version=version) as fields:
         values = self._train(trainer, groups)
-        fields['staleness'] = values['staleness_mean']
+        # None where every token was too old to be trained.
+        fields['staleness'] = values.get('staleness_mean')
         fields['tokens'] = values['trained_tokens']
       adapters = bool(self._prepared.model.lora.projections)
       handle = self._rollout.publisher.publish(
@@ -721,6 +724,8 @@ class Session:
           'adapter' if adapters else 'full',
       )
     values['published_bytes'] = handle.bytes
+    if self._settings.train.offload_optimizer:
+      values |= trainer.offloaded.metrics()
     due = self._keeper.due(trainer.version)
     cut = self._async.call(self._published, controller, trainer.version, due)
     self._record(trainer.version, groups, values, controller, book,
@@ -925,6 +930,7 @@ class Session:
         'retried_members': controller.retried_members,
         'engine_deaths': self._rollout.deaths,
         'silences': self._watchdog.told,
+        **self._rollout.engine_counts,
         'step_s': seconds,
         'rss_bytes': run_folder.rss_bytes(),
         'peak_rss_bytes': run_folder.peak_rss_bytes(),
@@ -1023,6 +1029,11 @@ class Session:
         'recompiles_after_warmup': self._compilations.since_warm,
         'recompiled_after_warmup': self._compilations.names_since_warm[:20],
         'discarded_tokens': self._rollout.discarded_tokens,
+        'cache_bytes': sum(
+            decode_state_bytes(loop.engine) for loop in self._rollout.loops
+        ),
+        'cache_releases': self._rollout.cache_releases,
+        **self._rollout.engine_counts,
         'swaps': len(stalls),
         'swap_stall_ms_p50': 1000 * float(np.median(stalls)) if stalls else 0.0,
         'peak_rss_bytes': run_folder.peak_rss_bytes(),

@@ -1,6 +1,7 @@
 """A run of the quickstart's model in which things go wrong; see `chaos.py`.
 
-Engines die and hang, the disk is slow, rewards hang, crash and raise. Each
+Engines die and hang, the disk is slow, rewards hang, crash and raise, and their
+workers are killed, as the kernel does when memory runs out. Each
 fault is written into a log, a line each with kind and time, before it strikes.
 `chaos.py` starts this, kills it and starts it again.
 """
@@ -20,6 +21,7 @@ HANG_S = 7.0  # of an engine, and of the disk
 _DEATHS = (60, 1500)
 _HANGS = (140, 6000)
 _SLOW_SAVES = (2, 6)  # the same for checkpoints
+_KILL_S = 4.0  # between kills of workers
 
 
 def strikes(count: int, schedule: tuple[int, int]) -> bool:
@@ -27,13 +29,25 @@ def strikes(count: int, schedule: tuple[int, int]) -> bool:
   return count >= first and (count - first) % every == 0
 
 
+def kill_workers(pool) -> None:
+  """Kills one after another for as long as the process lives."""
+  while not pool._closed:
+    time.sleep(_KILL_S)
+    workers = [worker for worker in pool._held if worker is not None]
+    if workers:
+      log_fault('worker_kill')
+      workers[0].kill()
+
+
 def install_faults() -> None:
   """Has engines and disk misbehave in this process."""
   from areal_jax import session
   from areal_jax.rollout.engine import Engine
+  from areal_jax.sandbox.pool import KillablePool
   from areal_jax.train.checkpoint import Checkpointer
 
   step, write = Engine.generate_steps, Checkpointer._write
+  start = KillablePool.start
   steps, saves = iter(range(1, 2**62)), iter(range(1, 2**62))
 
   def faulty_step(self, *rest):
@@ -53,6 +67,11 @@ def install_faults() -> None:
       time.sleep(HANG_S)
     return write(self, *rest)
 
+  def start_and_kill(self):
+    start(self)
+    threading.Thread(target=kill_workers, args=(self,), daemon=True).start()
+
+  KillablePool.start = start_and_kill
   record = session.Session._record
   alive = pathlib.Path(os.environ['AREAL_CHAOS_LOG']).with_suffix('.alive')
 

@@ -594,6 +594,12 @@ def test_a_task_is_refused(refused, changes, words):
             'wanted the same number',
         ),
         case(
+            'offloading_where_nobody_else_needs_the_room',
+            {'train.offload_optimizer': True},
+            'config.train.offload_optimizer is True, wanted False unless'
+            ' mesh.colocated',
+        ),
+        case(
             'mesh_without_an_engine',
             {'mesh.rollout.replicas': 0},
             'config.mesh.rollout.replicas is 0, wanted at least 1',

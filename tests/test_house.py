@@ -603,7 +603,9 @@ def test_lint_finds_nothing():
 
 
 def test_documents_name_tests_that_exist():
-  for document in ('README.md', 'CONTRIBUTING.md', 'docs/design.md'):
+  documents = ('README.md', 'CONTRIBUTING.md', 'docs/design.md',
+               'docs/reliability.md', 'docs/faults.md')  # fmt: skip
+  for document in documents:
     text = (ROOT / document).read_text()
     for file, name in re.findall(r'`(tests/[\w/]+\.py)(?:::(\w+))?`', text):
       path = ROOT / file

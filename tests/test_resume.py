@@ -104,7 +104,8 @@ def state_of(folder):
 def steps_of(folder):
   """Rows of the steps, without what a clock or this machine decides."""
   measured = ('_s', '_fraction', 'wall', '_bytes', 'swap_stall_ms', 'running',
-              'in_flight', 'drawn', 'ready')  # fmt: skip
+              'in_flight', 'drawn', 'ready', 'prefix_hits', 'prefix_tokens',
+              'preemptions', 'peak_pages', 'rebuilt_tokens')  # fmt: skip
   kept = ('zero_variance_fraction', 'clip_fraction', 'truncated_fraction')
   return [
       {

@@ -41,6 +41,7 @@ from areal_jax.rollout.loop import EngineLoop, EngineStopped
 from areal_jax.rollout.workflow import answer_of, trajectory
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
+from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.trainer import Trainer, TrainSettings
@@ -269,6 +270,17 @@ def test_asynchronous_run_is_stale_and_interrupts_answers(asynchronous):
   ]
 
 
+def test_what_caches_saved_and_slots_did_is_told(asynchronous):
+  summary = asynchronous.summary
+  last = [r for r in rows_of(asynchronous, 'metrics.jsonl') if 'loss' in r][-1]
+  assert summary['prefix_hits'] >= last['prefix_hits'] > 12 * 4  # siblings
+  assert summary['prefix_tokens'] >= summary['prefix_hits']
+  assert summary['rebuilt_tokens'] >= last['rebuilt_tokens'] > 0
+  assert summary['preemptions'] == last['preemptions'] == 0
+  assert 8 <= summary['peak_pages'] <= 8 * 2  # slots of two pages each
+  assert 0.5 < summary['slots_busy_fraction'] <= 1
+
+
 @pytest.mark.parametrize('name', ['synchronous', 'asynchronous'])
 def test_every_draw_is_accounted_for(name, request):
   summary = request.getfixturevalue(name).summary
@@ -327,7 +339,9 @@ def test_run_leaves_everything_that_it_promises(asynchronous):
       'dropped', 'in_flight', 'rollout_tokens_per_s', 'trained_tokens_per_s',
       'rollout_idle_fraction', 'train_idle_fraction',
       'recompiles_after_warmup', 'engine_trainer_logprob_gap_max',
-      'swap_stall_ms_p50', 'peak_rss_bytes',
+      'swap_stall_ms_p50', 'peak_rss_bytes', 'slots_busy_fraction',
+      'rebuilt_tokens', 'prefix_hits', 'prefix_tokens', 'preemptions',
+      'peak_pages',
   ):  # fmt: skip
     assert key in written
   trace = json.loads((asynchronous.folder / 'trace.json').read_text())
@@ -540,6 +554,32 @@ def test_eight_devices_train_and_generate_side_by_side(
   assert first['loss'] == pytest.approx(alone['loss'], abs=0.05)
   assert result.summary['engine_trainer_logprob_gap_max'] < 1e-4
   assert result.summary['recompiles_after_warmup'] == 0
+
+
+def test_colocated_phases_leave_each_other_the_room_and_change_no_bit(
+    synchronous, tmp_path
+):
+  shared = dict(
+      mesh=MeshSettings(colocated=True),
+      train__offload_optimizer=True,
+      checkpoint=CheckpointSettings(every=2, keep_last=9),
+  )
+  whole = session.run(experiment(tmp_path, **shared))
+  assert_same_bits(policy_of(synchronous), policy_of(whole))
+  summary = whole.summary
+  # The cache while it trains, the moments while it generates.
+  assert summary['cache_bytes'] > 0 and summary['cache_releases'] >= 4
+  rows = [r for r in rows_of(whole, 'metrics.jsonl') if 'loss' in r]
+  parameters = sum(x.nbytes for x in jax.tree.leaves(policy_of(whole)))
+  for row in rows:
+    assert row['offloaded_bytes'] >= 2 * parameters
+    assert row['offload_s'] > 0
+  assert summary['recompiles_after_warmup'] == 0
+  # Saved from the host's memory, and taken up again.
+  half = str(whole.folder / run_folder.CHECKPOINTS / '00000002')
+  again = session.run(experiment(tmp_path / 'again', resume=half, **shared))
+  assert again.summary['attempt'] == 1
+  assert_same_bits(policy_of(synchronous), policy_of(again))
 
 
 @pytest.mark.parametrize('swap', ['keep', 'drain', 'restart'])

@@ -181,6 +181,32 @@ class Rollout:
     return sum(loop.counts.discarded_tokens for loop in self.loops)
 
   @property
+  def cache_releases(self) -> int:
+    """Times that a replica let go of its cache for others so far."""
+    return sum(loop.counts.cache_releases for loop in self.loops)
+
+  @property
+  def engine_counts(self) -> dict[str, float]:
+    """What caches have saved, what they ran short of, what slots were used.
+
+    By the names of the metrics, over all replicas; the pages are those of the
+    replica that held most of them at once.
+    """
+    counts = [loop.counts for loop in self.loops]
+    places = sum(
+        loop.counts.steps * loop.engine.settings.slots for loop in self.loops
+    )
+    busy = sum(c.busy_slot_steps for c in counts)
+    return {
+        'rebuilt_tokens': sum(c.rebuilt_tokens for c in counts),
+        'slots_busy_fraction': busy / max(1, places),
+        'prefix_hits': sum(c.prefix_hits for c in counts),
+        'prefix_tokens': sum(c.prefix_tokens for c in counts),
+        'preemptions': sum(c.preemptions for c in counts),
+        'peak_pages': max(c.peak_pages for c in counts),
+    }
+
+  @property
   def idle_seconds(self) -> float:
     """Seconds that the replicas had nothing to do so far, added up."""
     return sum(loop.counts.idle_seconds for loop in self.loops)
@@ -200,6 +226,7 @@ def build_rollout(
     merge: bool = False,
     restarts: int = 0,
     exact: bool = False,
+    release_idle: bool = False,
 ) -> Rollout:
   """One engine and loop for each rollout mesh, and what joins them.
 
@@ -210,14 +237,15 @@ def build_rollout(
     rules: logical to mesh axes.
     swap: what new weights do to running requests.
     events: where spans go.
-    dispatch_lock: held around device work that must take turns; loops that do
-      so let go of their caches while they have nothing to do.
+    dispatch_lock: held around device work that must take turns.
     tokenizer: reads answers that stop strings may end.
     dtype: of the weights on the rollout side; None to leave it.
     merge: whether adapters are merged where they arrive, so that engines run a
       policy without any.
     restarts: times that the thread of each may begin anew after an exception.
     exact: whether caches may not change an answer in its last bits.
+    release_idle: whether caches are let go of while nothing is to do, so that
+      training on the same devices has their room.
   """
   served = lora.without(config) if merge else config
   loops, targets = [], []
@@ -237,7 +265,7 @@ def build_rollout(
             tokenizer=tokenizer,
             restarts=restarts,
             exact=exact,
-            release_idle=dispatch_lock is not None,
+            release_idle=release_idle,
         )
     )
     shardings, finish = engine.param_shardings, None

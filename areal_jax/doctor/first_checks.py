@@ -21,7 +21,7 @@ import json
 import math
 import pathlib
 import time
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -55,6 +55,7 @@ _PLAIN_STEPS = 3
 _PROMPTS = 8  # to be learnt by heart
 _ATTRIBUTED = 8  # answers whose gap is split
 _WARM_START_STEPS = 200  # at most
+_OLDER = 3  # versions before the one whose gap is split, to compare with
 _WAIT_S = 600.0
 
 
@@ -289,6 +290,7 @@ class PlainLoop:
     trainer = build_trainer(self._prepared, params, mesh, rules)
     publisher = self._rollout.publisher
     answers, groups = [], []
+    older: dict[int, Any] = {}  # weights by version, on the host
     with contextlib.ExitStack() as stack:
       stack.callback(self._rollout.stop)
       stack.callback(self._scorer.close)
@@ -309,7 +311,9 @@ class PlainLoop:
         answers += [(step, t) for g in groups for t in g.trajectories]
         if step == settings.steps:
           differing, tensors = self._compare(trainer)
-          attribution = self._attribute(groups, version)
+          attribution = self._attribute(groups, version, older)
+        elif step >= settings.steps - _OLDER:
+          older[version] = jax.device_get(self._held())
         trainer.step([group for group in groups if group.trajectories])
     return Plain(tuple(answers), tensors, differing, attribution)
 
@@ -336,8 +340,7 @@ class PlainLoop:
     params = jax.device_get(trainer.params)
     if settings.merge_adapters:
       params = lora.merged(self._prepared.model, params)[1]
-    _, held = self._rollout.publisher.latest()
-    held = jax.device_get(held[f'engine/{self._rollout.loops[0].name}'])
+    held = jax.device_get(self._held())
 
     def same(one: np.ndarray, other: np.ndarray) -> bool:
       one = np.asarray(one).astype(other.dtype)
@@ -351,18 +354,32 @@ class PlainLoop:
     differing = [jax.tree_util.keystr(p) for p, equal in flags if not equal]
     return tuple(differing), len(flags)
 
-  def _attribute(self, groups: Sequence[Group], version: int) -> Attribution:
-    loop = self._rollout.loops[0]
+  def _held(self) -> Any:
+    """The weights that an engine runs."""
     _, held = self._rollout.publisher.latest()
+    return held[f'engine/{self._rollout.loops[0].name}']
+
+  def _attribute(
+      self, groups: Sequence[Group], version: int, older: Mapping[int, Any]
+  ) -> Attribution:
+    loop = self._rollout.loops[0]
     paths = Paths(
         loop.engine.config,
-        {version: held[f'engine/{loop.name}']},
+        {**older, version: self._held()},
         mesh=loop.engine.mesh,
         rules=self._rules,
         length=loop.engine.settings.max_length,
     )
     records = [t for group in groups for t in group.trajectories]
-    return attribute(records[:_ATTRIBUTED], paths)
+    # What evaluation samples with should not have got into training.
+    other = self._prepared.evaluation_sampling
+    shaped = {
+        name: getattr(other, name)
+        for name in ('temperature', 'top_k', 'top_p', 'min_p',
+                     'repetition_penalty', 'frequency_penalty',
+                     'presence_penalty')
+    }  # fmt: skip
+    return attribute(records[:_ATTRIBUTED], paths, transforms=[shaped])
 
 
 # Settings of small runs.

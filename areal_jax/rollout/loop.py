@@ -68,9 +68,12 @@ from areal_jax.tokenizer.base import Tokenizer
 from areal_jax.types import Completion, Request, StopReason
 
 SwapMode = Literal['recompute', 'keep', 'drain', 'restart']
+Health = Literal['waiting', 'busy', 'dead']
 Params = Any
 
 _SHOWN = 8  # slots that an explanation lists
+_NOTHING = 'nothing yet'
+_WAITS = 'waits for requests or weights'
 
 
 class EngineStopped(RuntimeError):
@@ -158,6 +161,7 @@ class LoopCounts:
   peak_pages: int = 0  # held at once
   idle_seconds: float = 0.0
   busy_slot_steps: int = 0
+  cache_releases: int = 0  # the cache let go of, for others to use the room
   deaths: int = 0  # of the thread
 
 
@@ -234,7 +238,7 @@ class EngineLoop:
     self._thread: concurrent.futures.Future | None = None
     self._failure: BaseException | None = None
     self.last_death = ''  # why the thread died last
-    self._doing = ('nothing yet', time.monotonic())
+    self._doing = (_NOTHING, time.monotonic())
 
   # Called from other threads.
 
@@ -306,10 +310,23 @@ class EngineLoop:
     """What ended the thread, if it ended by itself and for good."""
     return self._failure
 
+  def health(self) -> Health:
+    """Whether it can be counted on; any thread may ask, and never waits.
+
+    'waiting' for requests or weights; 'busy' with whatever `explain` names,
+    however long it takes, weights on their way included; 'dead' once nobody
+    will answer any more, which no length of silence amounts to.
+    """
+    if self._stopping:
+      return 'dead'
+    return 'waiting' if self._doing[0] in (_NOTHING, _WAITS) else 'busy'
+
   def explain(self) -> str:
     """What it does and who waits for it; any thread may ask."""
     now = time.monotonic()
     doing, since = self._doing
+    if self.health() == 'dead':
+      doing = f'dead ({self._failure or "stopped"}), it last {doing}'
     held, pending = self._weights, self._pending
     waiting = list(self._queue)
     runs = 'no weights' if held is None else f'version {held.version}'
@@ -352,11 +369,12 @@ class EngineLoop:
       self._paced_from = None
     with self._wake:
       if self._idle():
-        if self._release_idle:
+        if self._release_idle and self._state is not None:
           self._cache.new_weights(None)
           self._state = None
+          self.counts.cache_releases += 1
         start = time.monotonic()
-        self._doing = ('waits for requests or weights', start)
+        self._doing = (_WAITS, start)
         # One wait, however often the condition is notified for nothing.
         self._wake.wait_for(lambda: not self._idle())
         idle = time.monotonic() - start

@@ -289,6 +289,40 @@ def counted(counts: Counts | None, tokens: Array, drew: Array) -> Counts | None:
   )
 
 
+def shape(
+    logits: Array,
+    choice: Choice,
+    *,
+    forbidden: Array,
+    active: Array,
+    counts: Counts | None = None,
+) -> Array:
+  """[S, V] logits of what is drawn from: the steps at the top of this file.
+
+  Args:
+    logits: [S, V] float32.
+    choice: the settings of each slot; temperature 0 is taken for 1.
+    forbidden: [S, V] bool, tokens that may not be drawn.
+    active: [S] bool, slots whose draws count.
+    counts: what the slots have said, where the engine has penalties.
+  """
+  shaped = _biased(logits, choice, active)
+  if counts is not None:
+    used = choice.penalised & active
+    before = shaped
+    shaped = jax.lax.cond(
+        used.any(), lambda: _penalised(before, choice, counts), lambda: before
+    )
+  greedy = choice.temperature <= 0
+  shaped = shaped / jnp.where(greedy, 1.0, choice.temperature)[:, None]
+  shaped = jnp.where(forbidden, IMPOSSIBLE, shaped)
+  narrowed = (choice.top_k > 0) | (choice.top_p < 1) | (choice.min_p > 0)
+  wide = shaped
+  return jax.lax.cond(
+      (narrowed & active).any(), lambda: _narrow(wide, choice), lambda: wide
+  )
+
+
 def sample(
     logits: Array,
     streams: Array,
@@ -318,21 +352,10 @@ def sample(
     counts: what the slots have said, where the engine has penalties.
     most_top_logps: n, static; likeliest tokens that are told.
   """
-  shaped = _biased(logits, choice, active)
-  if counts is not None:
-    used = choice.penalised & active
-    before = shaped
-    shaped = jax.lax.cond(
-        used.any(), lambda: _penalised(before, choice, counts), lambda: before
-    )
-  greedy = choice.temperature <= 0
-  shaped = shaped / jnp.where(greedy, 1.0, choice.temperature)[:, None]
-  shaped = jnp.where(forbidden, IMPOSSIBLE, shaped)
-  narrowed = (choice.top_k > 0) | (choice.top_p < 1) | (choice.min_p > 0)
-  wide = shaped
-  shaped = jax.lax.cond(
-      (narrowed & active).any(), lambda: _narrow(wide, choice), lambda: wide
+  shaped = shape(
+      logits, choice, forbidden=forbidden, active=active, counts=counts
   )
+  greedy = choice.temperature <= 0
 
   def noise(stream, position):
     key = jax.random.fold_in(jax.random.wrap_key_data(stream), position)

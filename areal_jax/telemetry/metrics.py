@@ -670,15 +670,15 @@ _SYSTEM = (
     Metric(
         'rollout_tokens_per_s',
         'tokens/s',
-        'Tokens sampled by all replicas, a second of wall time since the last'
-        ' row.',
+        'Tokens sampled by all replicas, a second of wall time since training'
+        ' began.',
         0.0,
     ),
     Metric(
         'trained_tokens_per_s',
         'tokens/s',
-        'Sampled tokens consumed by updates, a second of wall time since the'
-        ' last row: the effective throughput.',
+        'Sampled tokens consumed by updates, a second of wall time since'
+        ' training began: the effective throughput.',
         0.0,
     ),
     Metric(
@@ -711,24 +711,69 @@ _SYSTEM = (
         0.0,
     ),
     Metric(
+        'offloaded_bytes',
+        'bytes',
+        "Of optimizer state that lies in the host's memory between steps; only"
+        ' with train.offload_optimizer.',
+        0.0,
+    ),
+    Metric(
+        'offload_s',
+        's',
+        'Time that the step took to bring it to the devices and to put it away'
+        ' again.',
+        0.0,
+    ),
+    Metric(
         'swap_stall_ms',
         'ms',
         'Time for which decoding stood still to take new weights in, the'
-        ' rebuilding of caches included; mean over the swaps of the step.',
+        ' rebuilding of caches included; of the last swap before the row.',
         0.0,
         1000.0,
     ),
     Metric(
         'rebuilt_tokens',
         'tokens',
-        'Tokens whose caches were recomputed after swaps, in the step.',
+        'Tokens whose caches were computed anew after swaps, since this start'
+        ' of the process.',
+        0.0,
+    ),
+    Metric(
+        'prefix_hits',
+        'requests',
+        'Requests since this start of the process that began with tokens whose'
+        ' cache was there already: siblings of one prompt, prompts with one'
+        ' beginning, next turns.',
+        0.0,
+    ),
+    Metric(
+        'prefix_tokens',
+        'tokens',
+        'Tokens that were not computed for that reason.',
+        0.0,
+    ),
+    Metric(
+        'preemptions',
+        'requests',
+        'Times since this start of the process that a running answer gave its'
+        ' pages to an older one and was computed again later. Many of them ask'
+        ' for more rollout.engine.pages or fewer slots.',
+        0.0,
+        0.0,
+    ),
+    Metric(
+        'peak_pages',
+        'pages',
+        'Most pages that running answers have held at once in one replica since'
+        ' this start of the process.',
         0.0,
     ),
     Metric(
         'slots_busy_fraction',
         'share',
-        'Share of decode slots that held a running answer, mean over decode'
-        ' dispatches.',
+        'Share of decode slots that drew a token, mean over the decode steps'
+        ' since this start of the process.',
         0.5,
         1.0,
     ),

@@ -34,7 +34,7 @@ from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads
 from areal_jax.models.config import ModelConfig
-from areal_jax.train import packing
+from areal_jax.train import offload, packing
 from areal_jax.train.critic import CriticSettings, value_objective
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
@@ -64,6 +64,8 @@ class TrainSettings:
     reference_path: a folder with the frozen policy of the KL terms, of any
       shape with the same tokenizer: the teacher, where a student learns from
       its own answers. Empty for the policy that training starts from.
+    offload_optimizer: whether optimizers lie in the host's memory between
+      steps; for devices that generate meanwhile.
     critic: see there; used where `advantages.critic` is set.
   """
 
@@ -71,6 +73,7 @@ class TrainSettings:
   max_consecutive_skips: int = 3
   mask_truncated: bool = False
   reference_path: str = ''
+  offload_optimizer: bool = False
   packing: PackingSettings = dataclasses.field(default_factory=PackingSettings)
   advantages: AdvantageSettings = dataclasses.field(
       default_factory=AdvantageSettings
@@ -211,7 +214,9 @@ class Trainer:
       denominator (the staleness policy `mask`); inf for none.
 
   Attributes:
-    state: the train state; `restore` takes a saved one over.
+    state: the train state; `restore` takes a saved one over. Between steps its
+      optimizers lie where `offload_optimizer` says.
+    offloaded: what was moved there in the last step.
   """
 
   def __init__(
@@ -239,7 +244,8 @@ class Trainer:
       head = heads.with_head(config, 'value', trunk, seed, mesh, rules)
       roles = self._critic.initial_state(head).roles
     state = self._step.initial_state(params, reference_params)
-    self.state = TrainState({**state.roles, **roles}, version=0)
+    self.offloaded = offload.Offloaded()
+    self.state = self._rested(TrainState({**state.roles, **roles}, version=0))
 
   @property
   def version(self) -> int:
@@ -283,9 +289,11 @@ class Trainer:
         self.state.roles,
         self.state_shardings().roles,
     )
+    version = self.version
     for leaf in jax.tree.leaves(self.state.roles):
-      leaf.delete()
-    self.state = load(TrainState(roles, version=self.version))
+      if isinstance(leaf, jax.Array):  # and not in the host's memory
+        leaf.delete()
+    self.state = self._rested(load(TrainState(roles, version=version)))
 
   def warm_up(self) -> None:
     """Compiles whatever a step will run."""
@@ -322,11 +330,12 @@ class Trainer:
     minibatches = prepare(
         trained, self._settings, self._replayed, looked=looked
     )
-    state, criticised = self._train_critic(self.state, minibatches)
+    state, criticised = self._train_critic(self._roused(), minibatches)
     state, outcomes = self._train_policy(state, minibatches)
     # Before reading back: the buffers of the state before are gone.
     self.state = dataclasses.replace(state, version=version + 1)
     fetched = self._step.fetch(outcomes, version)
+    self.state = self._rested(self.state)
     tokens = [part.tokens for part in minibatches]
     values = {
         **describe(groups, version, self._max_age),
@@ -348,6 +357,20 @@ class Trainer:
           fetched, [part.critic_denominator for part in minibatches]
       )
     return values
+
+  def _rested(self, state: TrainState) -> TrainState:
+    """The state as it is kept between steps."""
+    if not self._settings.offload_optimizer:
+      return state
+    return offload.put_away(state, self.offloaded)
+
+  def _roused(self) -> TrainState:
+    """The state as a step needs it."""
+    if not self._settings.offload_optimizer:
+      return self.state
+    return offload.bring_back(
+        self.state, self.state_shardings(), self.offloaded
+    )
 
   def _look(self, groups: Sequence[Group]) -> Looked:
     """Asks critic and reference what the advantages need; reads it back."""

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from areal_jax.doctor.attribution import Paths, attribute
 from areal_jax.mesh.rules import Rules
 from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.rollout.workflow import trajectory
 from areal_jax.types import RewardResult, RewardStatus
 from tests import records, tiny
@@ -20,8 +22,22 @@ def engine():
 
 
 @pytest.fixture(scope='module')
+def shaping():
+  """An engine that may penalise too."""
+  features = SamplingFeatures(penalties=True)
+  settings = dataclasses.replace(SETTINGS, sampling=features)
+  return Engine(tiny.config(), settings, tiny.mesh(), Rules())
+
+
+@pytest.fixture(scope='module')
 def paths():
-  weights = {version: tiny.params(version) for version in (0, 1)}
+  return paths_of(0, 1)
+
+
+def paths_of(*versions):
+  # Older versions lie on the host.
+  weights = {version: tiny.params(version) for version in versions}
+  weights |= {v: jax.device_get(weights[v]) for v in versions[:-1]}
   return Paths(
       tiny.config(), weights, mesh=tiny.mesh(), rules=Rules(), length=64
   )
@@ -91,6 +107,42 @@ def test_logps_before_the_temperature_are_a_sampling_transform(sharp, paths):
   assert found.answers['sampling transform'] == 3
 
 
+@pytest.mark.parametrize(
+    'transform',
+    [
+        {'top_k': 5},
+        {'top_p': 0.83},
+        {'min_p': 0.07},
+        {'repetition_penalty': 1.2},
+        {'frequency_penalty': 0.5},
+        {'presence_penalty': 0.77},
+    ],
+    ids=lambda t: next(iter(t)),
+)
+def test_narrowed_and_penalised_sampling_is_a_sampling_transform(
+    shaping, paths, transform
+):
+  """The engine narrows or penalises; the record has the temperature alone."""
+  planted = answered(shaping, version=1, temperature=0.9, **transform)
+  assert attribute(planted, paths, transforms=[]).gap > 1e-3
+  # 0.77 is none of the usual ones: it has to be named.
+  named = [transform] if transform == {'presence_penalty': 0.77} else []
+  found = attribute(planted, paths, transforms=named)
+  assert found.cause == 'sampling transform'
+  assert found.answers['sampling transform'] == 3
+  if named:
+    assert attribute(planted, paths).answers['sampling transform'] < 3
+
+
+def test_what_narrowed_a_distribution_is_found_by_its_number(shaping, paths):
+  for name, value, error in (
+      ('top_k', 5, 0), ('top_p', 0.83, 0.05), ('min_p', 0.07, 0.03)
+  ):  # fmt: skip
+    for record in answered(shaping, version=1, **{name: value}):
+      (got,) = [n[name] for n in paths.narrowings(record) if name in n]
+      assert abs(got - value) <= error, (name, got)
+
+
 def test_labels_one_version_off_are_stale_weights(engine, paths):
   planted = [
       dataclasses.replace(t, versions=np.where(t.versions >= 0, 1, -1))
@@ -99,6 +151,19 @@ def test_labels_one_version_off_are_stale_weights(engine, paths):
   found = attribute(planted, paths)
   assert found.cause == 'stale weights'
   assert found.answers['stale weights'] == 3
+
+
+def test_labels_three_versions_off_are_stale_weights(engine):
+  planted = [
+      dataclasses.replace(t, versions=np.where(t.versions >= 0, 4, -1))
+      for t in answered(engine, version=1)
+  ]
+  several = paths_of(1, 2, 3, 4)
+  found = attribute(planted, several)
+  assert found.cause == 'stale weights'
+  assert found.answers['stale weights'] == 3
+  several.versions = (3, 4)  # without the weights of then nobody can tell
+  assert attribute(planted, several).cause == 'wrong tokens'
 
 
 def test_caches_that_a_swap_has_kept_are_a_stale_cache(engine, paths):

@@ -604,6 +604,59 @@ def test_preempted_answers_are_those_of_an_undisturbed_run(engine, tight, seed):
   assert loop._cache.pool.used == 0  # and every page has come back
 
 
+def test_penalties_and_seeds_survive_preemption(featured):
+  settings = dataclasses.replace(featured.settings, pages=9, chunk=16)
+  tight = Engine(tiny.config(), settings, tiny.mesh(), Rules())
+  random = np.random.default_rng(7)
+  requests = [
+      tiny.request(
+          f'{i}',
+          random.integers(0, 40, random.integers(1, 20)).tolist(),
+          new=int(random.integers(20, 44)),
+          draw=i,
+          seed=int(random.integers(0, 3)),
+          temperature=float(random.choice([0.0, 0.8])),
+          repetition_penalty=float(random.choice([0.8, 1.0, 1.3])),
+          frequency_penalty=float(random.choice([-1.0, 0.0, 0.7])),
+          presence_penalty=float(random.choice([-0.5, 0.0, 1.0])),
+          logit_bias=((3, 2.0),) if i % 3 == 0 else (),
+          min_new_tokens=int(random.integers(0, 12)),
+          stop_ids=(int(random.integers(0, 40)),),
+          top_p=float(random.choice([0.8, 1.0])),
+          raw_logps=bool(i % 2),
+          top_logps=i % 4,
+          prompt_logps=i % 5 == 0,
+      )
+      for i in range(10)
+  ]
+  undisturbed, loop = ask(featured, requests)
+  assert loop.counts.preemptions == 0
+  got, loop = ask(tight, requests)
+  assert loop.counts.preemptions > 0
+  same_answers(got, undisturbed)
+  for name, wanted in undisturbed.items():
+    for told in ('raw_logps', 'top_logps', 'prompt_logps', 'top_ids'):
+      one, other = getattr(got[name], told), getattr(wanted, told)
+      assert (one is None) == (other is None), (name, told)
+      if one is not None:
+        np.testing.assert_allclose(one, other, atol=1e-5)
+  # Planted fault: without what came before, other tokens would be said.
+  penalised = next(r for r in requests if r.sampling.frequency_penalty)
+  said = undisturbed[penalised.request_id].ids.tolist()
+  forgetful = dataclasses.replace(
+      penalised,
+      request_id='forgetful',
+      sampling=dataclasses.replace(
+          penalised.sampling,
+          frequency_penalty=0.0,
+          presence_penalty=0.0,
+          repetition_penalty=1.0,
+      ),
+  )
+  other, _ = ask(featured, [forgetful])
+  assert other['forgetful'].ids.tolist() != said
+
+
 def test_preemption_keeps_what_was_said_and_its_versions(engine, tight):
   answers = {}
   for name, chosen in (('free', engine), ('tight', tight)):
@@ -760,6 +813,58 @@ def test_exact_loops_give_the_same_bits_whatever_was_asked_before(
   same_answers(after, alone)
   if exact:
     assert after['r'].logps.tolist() == alone['r'].logps.tolist()
+
+
+def slow_params(version, seconds):
+  """Weights that take so long to arrive, as over a slow network."""
+  weights = jax.block_until_ready(tiny.params(version))
+  leaf = weights['embedding']
+
+  def hold_up(value):
+    time.sleep(seconds)  # is the transfer
+    return value
+
+  late = jax.jit(lambda x: jax.pure_callback(hold_up, x, x))(leaf)
+  return {**weights, 'embedding': late}
+
+
+def test_loop_that_takes_weights_in_is_busy_and_not_dead(engine):
+  # CASES A14: a run that goes on at version 10, whose weights take a second.
+  running = Running(engine, weights=False, restarts=3)
+  with running:
+    loop = running.loop
+    running.submit(tiny.request('first', new=6))
+    assert loop.health() == 'waiting'
+    loop.set_weights(10, slow_params(1, 1.0), running.swaps.append)
+    asked, longest = [], 0.0
+    while not running.swaps:
+      start = time.monotonic()
+      asked.append(loop.health())
+      loop.explain()
+      longest = max(longest, time.monotonic() - start)
+      time.sleep(0.01)
+    assert asked.count('busy') > 20 and 'dead' not in asked
+    assert longest < 0.5  # nobody who asks waits for the weights
+    assert set(running.wait(1)['first'].versions.tolist()) == {10}
+    assert loop.counts.deaths == 0
+  assert loop.health() == 'dead'
+  assert 'engine 0: dead (stopped)' in loop.explain()
+
+
+def test_loop_that_ended_of_an_exception_is_dead_and_says_why(
+    engine, monkeypatch
+):
+  def fail(*args):
+    raise RuntimeError('planted')
+
+  with Running(engine) as running:
+    monkeypatch.setattr(engine, 'generate_steps', fail)
+    running.submit(tiny.request('r', new=6))
+    assert isinstance(running.wait(1)['r'], EngineStopped)
+    assert running.loop.health() == 'dead'
+    assert 'engine 0: dead (planted), it last decodes' in (
+        running.loop.explain()
+    )
 
 
 def test_cache_is_let_go_of_while_nothing_is_to_do(engine):

@@ -28,6 +28,14 @@ def square(x):
   return x * x
 
 
+def measure(x):
+  return len(x)
+
+
+def echo(x):
+  return x
+
+
 def loop():
   while True:
     pass

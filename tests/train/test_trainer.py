@@ -14,6 +14,7 @@ from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.metrics import METRICS
+from areal_jax.train import offload
 from areal_jax.train import trainer as trainer_lib
 from areal_jax.train.optimizer import OptimizerSettings, learning_rate
 from areal_jax.train.packing import PackingSettings
@@ -179,6 +180,31 @@ def test_resume_equals_the_uninterrupted_run(restart, parts):
   np.testing.assert_allclose(rates, wanted, rtol=1e-6)
   for a, b in zip(whole, leaves(restart)):
     np.testing.assert_array_equal(a, b)
+
+
+def test_optimizer_on_the_host_between_steps_changes_no_bit(
+    restart, start, monkeypatch
+):
+  for step in range(3):
+    restart.step(batch(step))
+  straight = jax.device_get(restart.state)
+  away = dataclasses.replace(SETTINGS, offload_optimizer=True)
+  monkeypatch.setattr(restart, '_settings', away)
+  monkeypatch.setattr(restart, 'offloaded', offload.Offloaded())
+  restart.restore(lambda like: jax.device_put(start, restart.state_shardings()))
+  for step in range(3):
+    held = jax.tree.leaves(restart.state.policy.optimizer)
+    assert all(isinstance(leaf, np.ndarray) for leaf in held)
+    arrays = jax.tree.leaves(restart.state.policy.trainable)
+    assert all(isinstance(leaf, jax.Array) for leaf in arrays)
+    restart.step(batch(step))
+  told = restart.offloaded.metrics()
+  assert told['offloaded_bytes'] == sum(leaf.nbytes for leaf in held) > 0
+  assert 0 < told['offload_s'] < 10
+  assert restart.version == 3
+  jax.tree.map(
+      np.testing.assert_array_equal, jax.device_get(restart.state), straight
+  )
 
 
 def test_zero_variance_batch_is_idle_and_training_goes_on(restart):
