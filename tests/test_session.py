@@ -575,9 +575,9 @@ def test_colocated_phases_leave_each_other_the_room_and_change_no_bit(
     assert row['offloaded_bytes'] >= 2 * parameters
     assert row['offload_s'] > 0
   assert summary['recompiles_after_warmup'] == 0
-  # Saved from the host's memory, and taken up again.
+  # Saved from the host's memory, and taken up by devices of another number.
   half = str(whole.folder / run_folder.CHECKPOINTS / '00000002')
-  again = session.run(experiment(tmp_path / 'again', resume=half, **shared))
+  again = session.run(experiment(tmp_path / 'again', resume=half))
   assert again.summary['attempt'] == 1
   assert_same_bits(policy_of(synchronous), policy_of(again))
 
