@@ -350,6 +350,7 @@ class EngineLoop:
   def _run(self) -> None:
     while self._wait_for_work():
       if self._state is None:
+        self._doing = ('makes room for a cache', time.monotonic())
         with self.dispatch_lock:
           self._state = self.engine.init_decode_state()
       for doing, work in (

@@ -18,11 +18,6 @@ from tests.rollout.test_loop import SETTINGS, Running, swap_in_mid_sentence
 
 @pytest.fixture(scope='module')
 def engine():
-  return Engine(tiny.config(), SETTINGS, tiny.mesh(), Rules())
-
-
-@pytest.fixture(scope='module')
-def shaping():
   """An engine that may penalise too."""
   features = SamplingFeatures(penalties=True)
   settings = dataclasses.replace(SETTINGS, sampling=features)
@@ -112,7 +107,7 @@ def test_logps_before_the_temperature_are_a_sampling_transform(sharp, paths):
     [
         {'top_k': 5},
         {'top_p': 0.83},
-        {'min_p': 0.07},
+        {'min_p': 0.6},
         {'repetition_penalty': 1.2},
         {'frequency_penalty': 0.5},
         {'presence_penalty': 0.77},
@@ -120,10 +115,10 @@ def test_logps_before_the_temperature_are_a_sampling_transform(sharp, paths):
     ids=lambda t: next(iter(t)),
 )
 def test_narrowed_and_penalised_sampling_is_a_sampling_transform(
-    shaping, paths, transform
+    engine, paths, transform
 ):
   """The engine narrows or penalises; the record has the temperature alone."""
-  planted = answered(shaping, version=1, temperature=0.9, **transform)
+  planted = answered(engine, version=1, temperature=0.9, **transform)
   assert attribute(planted, paths, transforms=[]).gap > 1e-3
   # 0.77 is none of the usual ones: it has to be named.
   named = [transform] if transform == {'presence_penalty': 0.77} else []
@@ -134,11 +129,11 @@ def test_narrowed_and_penalised_sampling_is_a_sampling_transform(
     assert attribute(planted, paths).answers['sampling transform'] < 3
 
 
-def test_what_narrowed_a_distribution_is_found_by_its_number(shaping, paths):
+def test_what_narrowed_a_distribution_is_found_by_its_number(engine, paths):
   for name, value, error in (
-      ('top_k', 5, 0), ('top_p', 0.83, 0.05), ('min_p', 0.07, 0.03)
+      ('top_k', 5, 0), ('top_p', 0.83, 0.05), ('min_p', 0.6, 0.03)
   ):  # fmt: skip
-    for record in answered(shaping, version=1, **{name: value}):
+    for record in answered(engine, version=1, **{name: value}):
       (got,) = [n[name] for n in paths.narrowings(record) if name in n]
       assert abs(got - value) <= error, (name, got)
 

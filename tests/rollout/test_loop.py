@@ -114,7 +114,7 @@ def swap_in_mid_sentence(engine, swap, tokenizer=None, **sampling):
 
 @pytest.fixture(scope='module')
 def featured():
-  """An engine that was built for everything."""
+  """An engine that was built for everything, and is short of pages."""
   features = SamplingFeatures(
       penalties=True,
       max_logit_bias=2,
@@ -122,7 +122,7 @@ def featured():
       raw_logps=True,
       prompt_logps=True,
   )
-  settings = dataclasses.replace(SETTINGS, sampling=features)
+  settings = dataclasses.replace(SETTINGS, sampling=features, pages=9, chunk=16)
   return Engine(tiny.config(), settings, tiny.mesh(), Rules())
 
 
@@ -605,8 +605,6 @@ def test_preempted_answers_are_those_of_an_undisturbed_run(engine, tight, seed):
 
 
 def test_penalties_and_seeds_survive_preemption(featured):
-  settings = dataclasses.replace(featured.settings, pages=9, chunk=16)
-  tight = Engine(tiny.config(), settings, tiny.mesh(), Rules())
   random = np.random.default_rng(7)
   requests = [
       tiny.request(
@@ -629,9 +627,12 @@ def test_penalties_and_seeds_survive_preemption(featured):
       )
       for i in range(10)
   ]
-  undisturbed, loop = ask(featured, requests)
-  assert loop.counts.preemptions == 0
-  got, loop = ask(tight, requests)
+  undisturbed = {}
+  for request in requests:  # alone there are pages enough
+    answers, loop = ask(featured, [request])
+    assert loop.counts.preemptions == 0
+    undisturbed |= answers
+  got, loop = ask(featured, requests)
   assert loop.counts.preemptions > 0
   same_answers(got, undisturbed)
   for name, wanted in undisturbed.items():
@@ -641,7 +642,11 @@ def test_penalties_and_seeds_survive_preemption(featured):
       if one is not None:
         np.testing.assert_allclose(one, other, atol=1e-5)
   # Planted fault: without what came before, other tokens would be said.
-  penalised = next(r for r in requests if r.sampling.frequency_penalty)
+  penalised = next(
+      r
+      for r in requests
+      if r.sampling.frequency_penalty > 0 and not r.sampling.logit_bias
+  )
   said = undisturbed[penalised.request_id].ids.tolist()
   forgetful = dataclasses.replace(
       penalised,
@@ -818,14 +823,18 @@ def test_exact_loops_give_the_same_bits_whatever_was_asked_before(
 def slow_params(version, seconds):
   """Weights that take so long to arrive, as over a slow network."""
   weights = jax.block_until_ready(tiny.params(version))
-  leaf = weights['embedding']
+  square = np.eye(256, dtype=np.float32)
 
-  def hold_up(value):
-    time.sleep(seconds)  # is the transfer
-    return value
+  @jax.jit
+  def late(leaf, turns):
+    one = jax.lax.fori_loop(0, turns, lambda _, x: x @ square, square)[0, 0]
+    return leaf * one
 
-  late = jax.jit(lambda x: jax.pure_callback(hold_up, x, x))(leaf)
-  return {**weights, 'embedding': late}
+  jax.block_until_ready(late(weights['embedding'], 0))  # compiled
+  start = time.monotonic()
+  jax.block_until_ready(late(weights['embedding'], 100))
+  turns = int(seconds / (time.monotonic() - start) * 100)
+  return {**weights, 'embedding': late(weights['embedding'], turns)}
 
 
 def test_loop_that_takes_weights_in_is_busy_and_not_dead(engine):
