@@ -5,10 +5,9 @@ idle through a whole phase: twice the size of the policy in float32. They can be
 moved to the host after a step and back before the next one. It costs two copies
 a step, which are measured, and changes no bit.
 
-Devices with memory of their own copy to pinned pages of the host, each its own
-shard; sharding and all stay. Devices that are the host's own cores have no such
-memory apart: there the copy is a plain array of the host, the state leaves the
-devices' allocator, and nothing is won but the same walk through the code.
+Each device copies its own shards to pinned pages of the host, so they are arrays
+as before, of the same sharding and another memory. Where devices are the host's
+own cores both memories are the machine's, and nothing is won.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 
 from areal_jax.train.state import TrainState
 
@@ -56,7 +54,10 @@ def put_away(state: TrainState, told: Offloaded) -> TrainState:
   """
   start = time.monotonic()
   held = {name: role.optimizer for name, role in state.roles.items()}
-  away = jax.block_until_ready(jax.tree.map(_to_host, held))
+  places = jax.tree.map(
+      lambda leaf: leaf.sharding.with_memory_kind(_PINNED), held
+  )
+  away = jax.block_until_ready(jax.device_put(held, places, may_alias=False))
   told.bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(away))
   for leaf in jax.tree.leaves(held):
     leaf.delete()
@@ -70,25 +71,16 @@ def bring_back(
   """The state with its optimizers on the devices again.
 
   Args:
-    state: what `put_away` returned.
+    state: what `put_away` returned; its copies go when nobody holds it.
     shardings: of a state.
     told: takes the seconds.
   """
   start = time.monotonic()
   away = {name: role.optimizer for name, role in state.roles.items()}
   places = {name: shardings.roles[name].optimizer for name in away}
-  # Not aliased: a step takes these buffers over, and on the host's own cores a
-  # copy may be spared otherwise.
-  back = jax.device_put(away, places, may_alias=False)
-  jax.block_until_ready(back)
+  back = jax.block_until_ready(jax.device_put(away, places, may_alias=False))
   told.in_s = time.monotonic() - start
   return _with_optimizers(state, back)
-
-
-def _to_host(leaf: jax.Array) -> jax.Array | np.ndarray:
-  if next(iter(leaf.sharding.device_set)).platform == 'cpu':
-    return np.array(leaf)  # a copy: jax's own is a view that is deleted below
-  return jax.device_put(leaf, leaf.sharding.with_memory_kind(_PINNED))
 
 
 def _with_optimizers(state: TrainState, of: dict[str, Any]) -> TrainState:

@@ -291,8 +291,7 @@ class Trainer:
     )
     version = self.version
     for leaf in jax.tree.leaves(self.state.roles):
-      if isinstance(leaf, jax.Array):  # and not in the host's memory
-        leaf.delete()
+      leaf.delete()
     self.state = self._rested(load(TrainState(roles, version=version)))
 
   def warm_up(self) -> None:
