@@ -5,9 +5,9 @@ idle through a whole phase: twice the size of the policy in float32. They can be
 moved to the host after a step and back before the next one. It costs two copies
 a step, which are measured, and changes no bit.
 
-Each device copies its own shards to pinned pages of the host, so they are arrays
-as before, of the same sharding and another memory. Where devices are the host's
-own cores both memories are the machine's, and nothing is won.
+Each device copies its own shards to pinned pages of the host, so they are
+arrays as before, of the same sharding and another memory. Where devices are the
+host's own cores both memories are the machine's, and nothing is won.
 """
 
 from __future__ import annotations
