@@ -148,8 +148,8 @@ class PolicySettings:
       at their initial values.
     model: its shape where `path` is empty or `load` is 'matching'. The
       vocabulary comes from the tokenizer; compute dtype, layer loop, remat,
-      adapters (`lora`), `moe.balance` and `moe.replay` are taken from here in
-      either case.
+      `attention`, adapters (`lora`), `moe.balance` and `moe.replay` are taken
+      from here in either case.
     adapter: a folder with adapters in PEFT's layout to begin with, of the kind
       that `model.lora` says; empty for new ones.
   """
@@ -873,6 +873,7 @@ def _loaded_shape(
       layer_loop=ours.layer_loop,
       compute_dtype=ours.compute_dtype,
       remat=ours.remat,
+      attention=ours.attention,
       vocab_multiple=_vocab_multiple(settings),
   )
   require(

@@ -175,6 +175,24 @@ class MoeSettings:
 
 
 @dataclasses.dataclass
+class AttentionSettings:
+  """Forms of attention to insist on; 'auto' chooses by the platform.
+
+  Which form does what, and what is chosen, stands in `forms.py`. One that
+  cannot do what is asked is refused with the reason when a program is traced.
+
+  Attributes:
+    rows: that of training and prefill.
+    pages: that of decode.
+  """
+
+  rows: Literal[
+      'auto', 'grouped', 'by_head', 'blockwise', 'splash', 'triton', 'cudnn'
+  ] = 'auto'
+  pages: Literal['auto', 'gathered', 'ragged', 'triton'] = 'auto'
+
+
+@dataclasses.dataclass
 class ModelConfig:
   """Shape and arithmetic of one policy. The defaults are a toy."""
 
@@ -208,6 +226,9 @@ class ModelConfig:
   layer_loop: Literal['scan', 'unroll'] = 'unroll'  # scan compiles faster
   compute_dtype: Literal['float32', 'bfloat16'] = 'float32'
   remat: bool = False  # recompute layers in the backward pass
+  attention: AttentionSettings = dataclasses.field(
+      default_factory=AttentionSettings
+  )
   lora: LoraSettings = dataclasses.field(default_factory=LoraSettings)
 
   def validate(self, at: str) -> None:

@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import attention, lora, moe
+from areal_jax.models import attention, forms, lora, moe
+from areal_jax.models.attention import Sight
 from areal_jax.models.config import ModelConfig, RopeScaling
 from areal_jax.models.moe import Routing
 
@@ -41,8 +42,7 @@ Mesh = jax.sharding.Mesh
 Params = dict[str, Any]
 Rope = tuple[Array, Array]  # cosines and sines [M, 1, H / 2] float32
 
-# Logical axes of the cache [L, pages, page, K, H].
-CACHE_AXES = ('layer', 'pages', 'page', 'kv_heads', 'head')
+CACHE_AXES = attention.CACHE_AXES
 
 _ACTIVATIONS = {
     'silu': jax.nn.silu,
@@ -71,13 +71,13 @@ class Prefix:
 
   Attributes:
     keys: [L, pages, page, K, H] the cache, keys rotated; as for `decode`.
-    values: [L, pages, page, K, H].
+    values: [L, pages, page, K, H], or None as there.
     page_table: [B, P] pages that hold a row's first P · page positions.
     lengths: [B] cached tokens of each row, at most P · page.
   """
 
   keys: Array
-  values: Array
+  values: Array | None
   page_table: Array
   lengths: Array
 
@@ -524,11 +524,8 @@ def hidden_routed(
     given = jnp.swapaxes(given.reshape(ids.size, *config.routing_shape), 0, 1)
   routers = _Routers(given, segment_ids.reshape(-1) != 0)
   # A sequence lies in one piece, so that places tell how far tokens are apart.
-  places = jnp.arange(ids.shape[1])
-  same = segment_ids[:, :, None] == segment_ids[:, None, :]
-  same &= (segment_ids != 0)[:, None, :]
-  masks = _masks(config, same, places, places)
-  attend = _row_attention(config, ids.shape, masks, layout)
+  sight = Sight.of_rows(ids.shape[1], segment_ids)
+  attend = _row_attention(config, ids.shape, sight, layout)
   x, _, _, routing = model.walk(
       ids.reshape(-1), positions.reshape(-1), None, attend, layout, routers
   )
@@ -648,14 +645,17 @@ def prefill_routed(
 ) -> tuple[tuple[Array, Array], Array | None]:
   """`prefill`, and the experts [L, B · T, k] of the sparse layers, if any."""
   model, layout = _merged(config, params), _Layout(mesh, rules)
-  places = jnp.arange(ids.shape[1])
-  positions = jnp.broadcast_to(places, ids.shape)
-  real = positions < lengths[:, None]
-  masks = _masks(config, real[:, None], places, places)
+  positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
   if prefix is not None:
     positions = positions + prefix.lengths[:, None]
+  # Padding lies behind all that is real, so that nothing real sees it.
   attend = _row_attention(
-      config, ids.shape, masks, layout, prefix=prefix, collect=True
+      config,
+      ids.shape,
+      Sight.of_rows(ids.shape[1]),
+      layout,
+      prefix=prefix,
+      collect=True,
   )
   _, _, collected, routing = model.walk(
       ids.reshape(-1), positions.reshape(-1), None, attend, layout
@@ -669,13 +669,13 @@ def decode(
     ids: Array,
     positions: Array,
     keys: Array,
-    values: Array,
+    values: Array | None,
     page_table: Array,
     write_ok: Array,
     *,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array | None]:
   """One token a slot: writes its key and value, and returns its logits.
 
   Logical position p of slot s lives at offset p % page of page
@@ -686,8 +686,9 @@ def decode(
     params: of the policy; in a loop those that `layers_apart` returns.
     ids: [S] tokens.
     positions: [S] of each token, below P · page.
-    keys: [L, pages, page, K, H] the cache, axes `CACHE_AXES`.
-    values: [L, pages, page, K, H] the cache.
+    keys: [L, pages, page, K, H] the cache, axes `CACHE_AXES`; shapes as those
+      of `cache_shapes`, which may be others.
+    values: [L, pages, page, K, H] the cache, or None.
     page_table: [S, P] pages of each slot; as many columns as are to be read.
     write_ok: [S] bool; a slot with False writes nothing.
     mesh: where the parameters lie; None for one device.
@@ -716,13 +717,13 @@ def decode_routed(
     ids: Array,
     positions: Array,
     keys: Array,
-    values: Array,
+    values: Array | None,
     page_table: Array,
     write_ok: Array,
     *,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
-) -> tuple[tuple[Array, Array, Array], Array | None]:
+) -> tuple[tuple[Array, Array, Array | None], Array | None]:
   """`decode`, and the experts [L, S, k] of the sparse layers, if any."""
   model, layout = _merged(config, params), _Layout(mesh, rules)
   page = keys.shape[2]
@@ -733,24 +734,29 @@ def decode_routed(
   offsets = positions % page
 
   def attend(layer, cache, q, k, v):
-    keys, values = cache
     at = (layer, pages, offsets)
-    keys = keys.at[at].set(k.astype(keys.dtype), mode='drop')
-    values = values.at[at].set(v.astype(values.dtype), mode='drop')
-    keys, values = layout(keys, *CACHE_AXES), layout(values, *CACHE_AXES)
+    new = attention.as_cached(k, v, apart=values is not None)
+    cache = jax.tree.map(
+        lambda x, new: layout(
+            x.at[at].set(new.astype(x.dtype), mode='drop'), *CACHE_AXES
+        ),
+        cache,
+        new,
+    )
     mixed = attention.attend_paged(
         q,
-        keys,
-        values,
+        *cache,
         layer,
         page_table,
         positions,
-        window=_of_layer(config, layer, None, config.sliding_window),
+        window=_window(config, layer),
         cap=config.attention_cap,
         platform=layout.platform,
-        shards=layout.head_shards,
+        form=config.attention.pages,
+        mesh=mesh,
+        rules=rules,
     )
-    return mixed, (keys, values), None
+    return mixed, cache, None
 
   blocks = params['blocks']
   x, cache, _, routing = model.walk(
@@ -764,6 +770,45 @@ def decode_routed(
   x = _rms_norm(config, x, model.final_norm)
   experts = None if routing is None else routing.experts
   return (model.unembed(x, layout), *cache), experts
+
+
+def cache_shapes(
+    config: ModelConfig,
+    pages: int,
+    page: int,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]:
+  """The cache that `decode` reads fastest on these devices.
+
+  Args:
+    config: of the policy.
+    pages: of the cache.
+    page: tokens a page.
+    mesh: where it is to lie; None for one device.
+    rules: how it is to lie there.
+
+  Returns:
+    Keys and values [L, pages, page, K, H]; or, where a kernel wants a head's
+    keys and values in turn, one array [L, pages, page, 2 K, H] and None.
+  """
+  c, layout = config, _Layout(mesh, rules)
+  shape = (c.layers, pages, page, c.kv_heads, c.head_size)
+  keys = jax.ShapeDtypeStruct(shape, c.compute_dtype)
+  asked = attention.pages_asked(
+      (c.heads, c.head_size),
+      keys,
+      keys,
+      platform=layout.platform,
+      mesh=mesh,
+      rules=rules,
+  )
+  asked = dataclasses.replace(asked, interleaved=None)
+  if not forms.interleaves(forms.of_pages(c.attention.pages, asked)):
+    return keys, keys
+  shape = (c.layers, pages, page, 2 * c.kv_heads, c.head_size)
+  return jax.ShapeDtypeStruct(shape, c.compute_dtype), None
 
 
 # Helpers.
@@ -821,7 +866,6 @@ class _Layout:
     self.rules = rules
     devices = jax.devices() if mesh is None else mesh.devices.flat
     self.platform = devices[0].platform
-    self.head_shards = 1 if mesh is None else rules.parts('heads', mesh)
 
   def __call__(self, x: Array, *axes: str) -> Array:
     if self.mesh is None or self.mesh.size == 1:
@@ -841,37 +885,25 @@ def _of_layer(
     return sliding if slides[0] else full
   if isinstance(layer, int):
     return sliding if slides[layer] else full
-  if full is None:  # a window that leaves nothing out
-    full = jnp.iinfo(jnp.int32).max
   chosen = jnp.asarray(slides)[layer]
   return jax.tree.map(lambda f, s: jnp.where(chosen, s, f), full, sliding)
 
 
-def _masks(
-    config: ModelConfig, real: Array, queries: Array, keys: Array
-) -> tuple[Array, Array | None]:
-  """What queries may see in layers that are full, and in those that slide.
-
-  Args:
-    config: of the policy.
-    real: [B, 1 or T, C] keys that a query may see if they are not ahead of it.
-    queries: [T] where they are.
-    keys: [C] where they are.
-
-  Returns:
-    [B, T, C] bool twice; None for the second where no layer slides.
-  """
-  queries, keys = queries[:, None], keys[None]
-  full = real & (keys <= queries)
-  if not config.sliding_layers:
-    return full, None
-  return full, full & (keys > queries - config.sliding_window)
+def _window(
+    config: ModelConfig, layer: Array | int
+) -> attention.Window | int | None:
+  """Tokens that a query of the layer sees; None for all before it."""
+  slides = [n in config.sliding_layers for n in range(config.layers)]
+  if isinstance(layer, int) or len(set(slides)) == 1:
+    first = layer if isinstance(layer, int) else 0
+    return config.sliding_window if slides[first] else None
+  return attention.Window(config.sliding_window, jnp.asarray(slides)[layer])
 
 
 def _row_attention(
     config: ModelConfig,
     shape: tuple[int, ...],
-    masks: tuple[Array, Array | None],
+    sight: Sight,
     layout: _Layout,
     *,
     prefix: Prefix | None = None,
@@ -886,29 +918,32 @@ def _row_attention(
     k = layout(k, 'batch', 'time', 'kv_heads', 'head')
     v = layout(v, 'batch', 'time', 'kv_heads', 'head')
     own = (k, v) if collect else None
-    mask = _of_layer(config, layer, *masks)
+    window = _window(config, layer)
     if prefix is None:
       mixed = attention.attend(
           q,
           k,
           v,
-          mask,
+          sight,
+          window=window,
           cap=config.attention_cap,
           platform=layout.platform,
-          shards=layout.head_shards,
+          form=config.attention.rows,
+          mesh=layout.mesh,
+          rules=layout.rules,
       )
     else:
       mixed = attention.attend_behind(
           q,
           k,
           v,
-          mask,
+          sight.mask(window),
           prefix.keys,
           prefix.values,
           layer,
           prefix.page_table,
           prefix.lengths,
-          window=_of_layer(config, layer, None, config.sliding_window),
+          window=window,
           cap=config.attention_cap,
       )
     return mixed.reshape(b * t, *mixed.shape[2:]), cache, own

@@ -43,7 +43,7 @@ import numpy as np
 from areal_jax.config import require
 from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import attention, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import UNKNOWN
 from areal_jax.rollout import sampling
@@ -218,8 +218,8 @@ class Prefix:
 class DecodeState:
   """All that S slots need to go on. C = pages a slot times page size."""
 
-  keys: Array  # [L, pages, page_size, K, H]
-  values: Array  # [L, pages, page_size, K, H]
+  keys: Array  # [L, pages, page_size, K, H]; see transformer.cache_shapes
+  values: Array | None  # [L, pages, page_size, K, H]
   history: Array  # [S, C] int32, prompt and answer so far
   length: Array  # [S] int32, tokens in history; the last one is not cached
   prompt_length: Array  # [S] int32
@@ -316,7 +316,8 @@ class Engine:
         mesh,
     )
     self.state_shardings.keys = cache
-    self.state_shardings.values = cache
+    if self.state_shapes.values is not None:
+      self.state_shardings.values = cache
     state, alone = self.state_shardings, self._replicated
     compiled = functools.partial(jax.jit, donate_argnames='state')
     self._init = jax.jit(self._initial_state, out_shardings=state)
@@ -642,13 +643,16 @@ class Engine:
   def _initial_state(self) -> DecodeState:
     c, s = self.config, self.settings
     slots, capacity = s.slots, s.pages_per_slot * s.page_size
-    # The last axis of the cache is a head; see transformer.decode.
-    cache = (c.layers, s.total_pages, s.page_size, c.kv_heads, c.head_size)
-    dtype = jnp.dtype(c.compute_dtype)
+    keys, values = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype),
+        transformer.cache_shapes(
+            c, s.total_pages, s.page_size, mesh=self.mesh, rules=self.rules
+        ),
+    )
     integers = functools.partial(jnp.zeros, dtype=jnp.int32)
     return DecodeState(
-        keys=jnp.zeros(cache, dtype),
-        values=jnp.zeros(cache, dtype),
+        keys=keys,
+        values=values,
         history=integers((slots, capacity)),
         length=jnp.ones((slots,), jnp.int32),
         prompt_length=jnp.ones((slots,), jnp.int32),
@@ -689,9 +693,12 @@ class Engine:
 
     def put(i, cache):
       where = tables[i, :pages]
-      return tuple(
-          x.at[:, where].set(paged(new), mode='drop')
-          for x, new in zip(cache, (prefix.keys, prefix.values))
+      return jax.tree.map(
+          lambda x, new: x.at[:, where].set(paged(new), mode='drop'),
+          cache,
+          attention.as_cached(
+              prefix.keys, prefix.values, apart=state.values is not None
+          ),
       )
 
     count = (settings['slots'] < len(state.length)).sum()
@@ -730,18 +737,18 @@ class Engine:
     routing = self._recorded(experts)
     if routing is not None:
       routing = routing.reshape(*pieces['ids'].shape, *routing.shape[1:])
-    extended = dataclasses.replace(
-        state,
-        keys=state.keys.at[:, where].set(paged(keys), mode='drop'),
-        values=state.values.at[:, where].set(paged(values), mode='drop'),
+    keys, values = jax.tree.map(
+        lambda x, new: x.at[:, where].set(paged(new), mode='drop'),
+        (state.keys, state.values),
+        attention.as_cached(keys, values, apart=state.values is not None),
     )
-    return extended, routing
+    return dataclasses.replace(state, keys=keys, values=values), routing
 
   def _occupy_program(self, state, settings, history, lengths, prompts, copies):
     def copy(i, cache):
       source, target = copies[i]
-      return tuple(
-          x.at[:, target].set(x[:, source], mode='drop') for x in cache
+      return jax.tree.map(
+          lambda x: x.at[:, target].set(x[:, source], mode='drop'), cache
       )
 
     count = (settings['slots'] < len(state.length)).sum()
