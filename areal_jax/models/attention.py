@@ -21,6 +21,7 @@ one that others are compared with; `blockwise.py` has the form for long rows,
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Callable
 
 import jax
@@ -37,7 +38,7 @@ P = jax.sharding.PartitionSpec
 # Finite, so that a row that is masked whole has no NaN in value or gradient.
 MASKED = blockwise.MASKED
 
-# Logical axes of the cache [L, pages, page, K or 2 K, H].
+# Logical axes of the cache [L, pages, page, K, H], or [..., K · H].
 CACHE_AXES = ('layer', 'pages', 'page', 'kv_heads', 'head')
 
 # Cached tokens that `attend_behind` reads at a time.
@@ -418,7 +419,7 @@ def attend_behind(
     v: Array,
     mask: Array,
     keys: Array,
-    values: Array | None,
+    values: Array,
     layer: Array | int,
     page_table: Array,
     lengths: Array,
@@ -483,12 +484,11 @@ def attend_behind(
     if window is not None:
       seen &= places > positions[:, :, None] - window_tokens(window)
     seen = jnp.broadcast_to(seen, (b, t, block))
-    k = keys[layer, at].reshape(b, block, -1, h)
-    if values is None:
-      k, v = k[:, :, ::2], k[:, :, 1::2]
-    else:
-      v = values[layer, at].reshape(b, block, -1, h)
-    new = part(k, v, seen)
+    new = part(
+        keys[layer, at].reshape(b, block, kv_heads, h),
+        values[layer, at].reshape(b, block, kv_heads, h),
+        seen,
+    )
     best = jnp.maximum(carry[0], new[0])
     old_scale, new_scale = jnp.exp(carry[0] - best), jnp.exp(new[0] - best)
     return best, *(
@@ -509,7 +509,7 @@ def attend_behind(
 def attend_paged(
     q: Array,
     keys: Array,
-    values: Array | None,
+    values: Array,
     layer: Array | int,
     page_table: Array,
     positions: Array,
@@ -525,10 +525,9 @@ def attend_paged(
 
   Args:
     q: [S, N, H] scaled queries.
-    keys: [L, pages, page, K, H] the cache; in a form for which
-      `forms.interleaved` is true [L, pages, page, 2 K, H], keys and values of
-      a head in turn.
-    values: [L, pages, page, K, H] the cache; None where `keys` has them.
+    keys: [L, pages, page, K, H] the cache, or [L, pages, page, K · H]; see
+      `transformer.cache_shapes`.
+    values: the cache, of the same shape.
     layer: which L.
     page_table: [S, P] int32 pages that hold a slot's first P · page positions.
     positions: [S] int32 last logical position that a slot sees.
@@ -547,10 +546,18 @@ def attend_paged(
   Raises:
     ConfigError: a form that does not do what is asked of it.
   """
+  h = q.shape[2]
   name = forms.of_pages(
       form,
-      pages_asked(
-          q.shape[1:], keys, values, platform=platform, mesh=mesh, rules=rules
+      forms.Pages(
+          platform=platform,
+          page=keys.shape[2],
+          heads=q.shape[1],
+          kv_heads=math.prod(keys.shape[3:]) // h,
+          head_size=h,
+          dtype=keys.dtype.name,
+          parts=1 if mesh is None else rules.parts('heads', mesh),
+          flat=keys.ndim == 4,
       ),
   )
   whole = mesh is None or rules.parts('heads', mesh) == 1
@@ -577,7 +584,7 @@ def attend_paged(
     if mesh is None or mesh.size == 1:
       return part(*inputs)
     slots = rules.spec(('tokens', 'heads', 'head'), q.shape, mesh)
-    cache = rules.spec(CACHE_AXES, keys.shape, mesh)
+    cache = rules.spec(CACHE_AXES[: keys.ndim], keys.shape, mesh)
     cut = P(slots[0])
     return jax.shard_map(
         part,
@@ -593,28 +600,6 @@ def attend_paged(
   return run(window)
 
 
-def pages_asked(
-    heads: tuple[int, int],
-    keys: Array | jax.ShapeDtypeStruct,
-    values: Array | jax.ShapeDtypeStruct | None,
-    *,
-    platform: str,
-    mesh: Mesh | None,
-    rules: Rules | None,
-) -> forms.Pages:
-  """What is asked of the form of a cache like this; heads (N, H)."""
-  return forms.Pages(
-      platform=platform,
-      page=keys.shape[2],
-      heads=heads[0],
-      kv_heads=keys.shape[3] // (2 if values is None else 1),
-      head_size=heads[1],
-      dtype=keys.dtype.name,
-      parts=1 if mesh is None else rules.parts('heads', mesh),
-      interleaved=values is None,
-  )
-
-
 def attend_gathered(
     q: Array,
     keys: Array,
@@ -628,11 +613,11 @@ def attend_gathered(
 ) -> Array:
   """The plain form; arguments as in `attend_paged`."""
   s, n, h = q.shape
-  kv_heads = keys.shape[3]
   k, v, seen = _gathered(keys, values, layer, page_table, positions, window)
+  k, v = (x.reshape(*x.shape[:2], -1, h) for x in (k, v))
   scores = jnp.einsum(
       'skrh,sckh->skrc',
-      q.reshape(s, kv_heads, -1, h),
+      q.reshape(s, k.shape[2], -1, h),
       k,
       preferred_element_type=jnp.float32,
   )
@@ -666,12 +651,11 @@ def attend_side_by_side(
   gather is 40 of them.
   """
   s, n, h = q.shape
-  kv_heads = keys.shape[3]
-  group = n // kv_heads
   k, v, seen = _gathered(keys, values, layer, page_table, positions, window)
+  kv_heads = k.shape[2] // h
+  group = n // kv_heads
   own = jnp.repeat(jnp.eye(kv_heads, dtype=q.dtype), group, axis=0)  # [N, K]
   q = (q[:, :, None] * own[:, :, None]).reshape(s, n, kv_heads * h)
-  k, v = (x.reshape(s, -1, kv_heads * h) for x in (k, v))
   # Many rows times few; the other way round takes 1.6 times as long. The
   # barrier keeps the small transposition out of the product.
   scores = jax.lax.optimization_barrier(
@@ -692,7 +676,7 @@ def attend_side_by_side(
 
 
 def _gathered(keys, values, layer, page_table, positions, window):
-  """Keys and values [S, C, K, H] of the slots' pages, and [S, C] bool seen."""
+  """Keys and values [S, C, K · H] of the slots' pages, and [S, C] bool seen."""
   page = keys.shape[2]
   first = jnp.zeros_like(positions)
   if isinstance(window, int):
@@ -710,21 +694,16 @@ def _gathered(keys, values, layer, page_table, positions, window):
     seen &= places > positions[:, None] - window_tokens(window)
   # One gather of layer and page: a slice of the layer first would copy it.
   k, v = keys[layer, page_table], values[layer, page_table]
-  k, v = (x.reshape(len(positions), context, *x.shape[3:]) for x in (k, v))
+  k, v = (x.reshape(len(positions), context, -1) for x in (k, v))
   return k, v, seen
 
 
 # The cache.
 
 
-def interleave(k: Array, v: Array) -> Array:
-  """[..., 2 K, H] keys and values [..., K, H] of a head in turn."""
-  return jnp.stack([k, v], -2).reshape(*k.shape[:-2], -1, k.shape[-1])
-
-
-def as_cached(k: Array, v: Array, apart: bool) -> tuple[Array, Array | None]:
-  """Keys and values [..., K, H] as a cache holds them: apart, or in turn."""
-  return (k, v) if apart else (interleave(k, v), None)
+def as_cached(x: Array, cache: Array) -> Array:
+  """Keys or values [..., K, H] with the last axes of the cache."""
+  return x.reshape(*x.shape[:-2], *cache.shape[3:])
 
 
 def capped(x: Array, cap: float) -> Array:

@@ -205,7 +205,7 @@ class _Static:
     return jax.vmap(run)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: _Static, q: Array, k: Array, v: Array, rows: _Row) -> Array:
   """[B, K, R, T, H] float32 of q like it and k, v [B, K, C, H]."""
   return _forward(static, q, k, v, rows)[0]

@@ -189,7 +189,7 @@ class AttentionSettings:
   rows: Literal[
       'auto', 'grouped', 'by_head', 'blockwise', 'splash', 'triton', 'cudnn'
   ] = 'auto'
-  pages: Literal['auto', 'gathered', 'ragged', 'triton'] = 'auto'
+  pages: Literal['auto', 'gathered', 'mosaic', 'triton'] = 'auto'
 
 
 @dataclasses.dataclass

@@ -18,8 +18,8 @@ Rows, for queries [B, T, N, H] and keys [B, C, K, H]:
 Pages, for queries [S, N, H]:
 
 * `gathered`: the pages of a slot side by side, in plain XLA.
-* `ragged`: the TPU kernel of jax; windows, caps. It wants a head's keys and
-  values beside each other in one array, which is how the cache is then laid
+* `mosaic`: a TPU kernel of ours; windows, caps. It wants the heads of a token
+  side by side, [L, pages, page, K · H], which is how the cache is then laid
   out.
 * `triton`: a GPU kernel of ours; windows, caps.
 """
@@ -33,10 +33,10 @@ from areal_jax.config import ConfigError
 # Forms that hold scores and a mask of all queries and keys.
 PLAIN = ('grouped', 'by_head')
 ROWS = (*PLAIN, 'blockwise', 'splash', 'triton', 'cudnn')
-PAGES = ('gathered', 'ragged', 'triton')
+PAGES = ('gathered', 'mosaic', 'triton')
 
 # Forms whose programs are built for one window.
-KNOWN_WINDOW = ('splash', 'cudnn', 'ragged')
+KNOWN_WINDOW = ('splash', 'cudnn')
 
 # Queries times keys of one row from which on memory counts for more than the
 # last percent of speed.
@@ -95,8 +95,8 @@ class Pages:
     head_size: H.
     dtype: of the cache.
     parts: devices that the heads are cut over.
-    interleaved: whether the cache is one array [L, pages, page, 2 K, H], a
-      head's keys and values in turn; None if that is still to be chosen.
+    flat: whether a token's heads lie side by side in the cache, [..., K · H];
+      None if that is still to be chosen.
   """
 
   platform: str
@@ -106,7 +106,7 @@ class Pages:
   head_size: int
   dtype: str = 'float32'
   parts: int = 1
-  interleaved: bool | None = None
+  flat: bool | None = None
 
 
 def of_rows(setting: str, rows: Rows) -> str:
@@ -130,14 +130,14 @@ def of_rows(setting: str, rows: Rows) -> str:
 
 def of_pages(setting: str, pages: Pages) -> str:
   """The form that a paged cache is read in; errors as in `of_rows`."""
-  preferred = {'tpu': ['ragged'], 'gpu': ['triton']}
+  preferred = {'tpu': ['mosaic'], 'gpu': ['triton']}
   names = [*preferred.get(pages.platform, []), 'gathered']
   return _first(setting, names, PAGES, _PAGES_REFUSE, pages, 'pages')
 
 
-def interleaves(form: str) -> bool:
-  """Whether a form of pages reads an interleaved cache; see `Pages`."""
-  return form == 'ragged'
+def flattens(form: str) -> bool:
+  """Whether a form of pages wants the heads side by side; see `Pages`."""
+  return form == 'mosaic'
 
 
 def _first(setting, names, known, refusals, asked, field) -> str:
@@ -206,31 +206,23 @@ _ROWS_REFUSE = dict(
 )
 
 
-def _cache_wants(pages: Pages, interleaved: bool) -> str:
-  if pages.interleaved not in (None, interleaved):
-    return f'a cache with interleaved={interleaved}'
-  if pages.kv_heads % pages.parts:
-    return f'key/value heads that divide over {pages.parts} devices'
-  return ''
-
-
-def _ragged_wants(pages: Pages) -> str:
-  """A head's keys and values lie beside each other in whole registers."""
-  if reason := _cache_wants(pages, True):
+def _mosaic_wants(pages: Pages) -> str:
+  """Whole registers of a page are taken as they lie."""
+  if reason := _whole_heads(pages):
     return reason
-  if pages.page > _LONGEST_PAGE:
-    return f'pages of at most {_LONGEST_PAGE} tokens'
-  if pages.head_size % _LANES and pages.platform != 'cpu':
-    return f'heads of a multiple of {_LANES}'
-  per_word = 1 if pages.dtype == 'float32' else 2
-  rows = 2 * pages.kv_heads // pages.parts // per_word
-  if rows not in (1, 2, 4, 8) and rows % 8:
-    return 'key/value heads a device of 1, 2, 4 or a multiple of 8'
+  if pages.flat is False:
+    return 'a cache with the heads of a token side by side'
+  rows = 8 if pages.dtype == 'float32' else 16
+  rows = 1 if pages.platform == 'cpu' else rows  # interpreted
+  if pages.page % rows or pages.page > _LONGEST_PAGE:
+    return f'pages of a multiple of {rows} tokens, at most {_LONGEST_PAGE}'
+  if pages.kv_heads // pages.parts * pages.head_size % _LANES:
+    return f'key/value heads of {_LANES} numbers together on a device'
   return ''
 
 
 def _paged_triton_wants(pages: Pages) -> str:
-  if reason := _cache_wants(pages, False):
+  if reason := _whole_heads(pages):
     return reason
   if pages.page & (pages.page - 1) or pages.page > _LONGEST_PAGE:
     return f'pages of a power of two tokens, at most {_LONGEST_PAGE}'
@@ -239,11 +231,10 @@ def _paged_triton_wants(pages: Pages) -> str:
   return ''
 
 
-def _gathered_wants(pages: Pages) -> str:
-  apart = pages.interleaved is not True
-  return '' if apart else 'a cache with interleaved=False'
+def _whole_heads(pages: Pages) -> str:
+  if pages.kv_heads % pages.parts:
+    return f'key/value heads that divide over {pages.parts} devices'
+  return ''
 
 
-_PAGES_REFUSE = dict(
-    ragged=_ragged_wants, triton=_paged_triton_wants, gathered=_gathered_wants
-)
+_PAGES_REFUSE = dict(mosaic=_mosaic_wants, triton=_paged_triton_wants)

@@ -1,10 +1,12 @@
 """Attention in kernels that are written for one kind of device.
 
 Wrapped here, behind the shapes that `attention.py` speaks in: for TPUs the
-splash and ragged paged attention kernels that jax ships; for GPUs jax's fused
-attention with segment ids and cuDNN's, and a kernel of ours for decode over
-pages, since those that are shipped want a cache laid out with the heads first.
-What each can do stands in `forms.py`, which chooses.
+splash kernel that jax ships, for GPUs its fused attention with segment ids and
+cuDNN's. Decode over pages has kernels of ours. Those of jax 0.10.2 want the
+heads of a cache first, which writing and sharing pages does not, or, the ragged
+one for TPUs, run in neither of its interpreters, so that nothing here could
+compare them with anything. What each can do stands in `forms.py`, which
+chooses.
 
 On a CPU kernels are interpreted, which is slow and for tests. All of it works
 on what one device has; `attention.py` cuts.
@@ -15,8 +17,8 @@ the devices.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import math
 from typing import Any
 
 import jax
@@ -24,9 +26,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
 from jax.experimental.pallas.ops.gpu import attention as gpu_attention
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
-    kernel as ragged,
-)
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
@@ -39,13 +38,11 @@ P = jax.sharding.PartitionSpec
 
 _NOTHING = -1e30  # finite, or differences are NaN
 
-# Tokens that a kernel over pages has in fast memory at once. In the ragged
-# kernel each page is a copy of its own, and more than 16 spill scalars.
-_TOKENS_OF_A_BLOCK = 512
-_PAGES_OF_A_BLOCK = 16
-# Its queries of a block, each of another slot, share the products with every
-# slot's keys: few waste little, and 8 fill the rows of a register.
-_QUERIES_OF_A_BLOCK = 8
+# Of the kernel for TPUs: tokens of one product, and the most pages that they
+# are copied from, each of which is an input.
+_TPU_TOKENS = 256
+_TPU_PAGES = 16
+_LANES = 128
 
 # Of the kernel for GPUs: tokens of one product, and those that one program
 # walks, so that few slots of long sequences still fill the device.
@@ -176,43 +173,149 @@ def attend_by_cudnn(q: Array, k: Array, v: Array, window: int | None) -> Array:
 # Pages.
 
 
-def attend_pages_by_ragged(
+def attend_pages_by_mosaic(
     q: Array,
     keys: Array,
-    values: None,
+    values: Array,
     layer: Array | int,
     page_table: Array,
     positions: Array,
     *,
-    window: int | None,
+    window: Array | int | None,
     cap: float,
     interpret: bool,
 ) -> Array:
-  """One query a slot, [S, N, H] in q's dtype; see `attention.attend_paged`.
+  """One query a slot, [S, N, H] float32; see `attention.attend_paged`.
 
-  The kernel takes the pages of one layer. Those of all layers in one row are
-  the same array, with other numbers for the pages.
+  A step of the grid has the queries of a slot and a block of its pages, which
+  are copied while the step before computes. The steps are a list of the blocks
+  that slots see, made here, so that a slot costs by its own length and not by
+  the longest. Queries have zeros for the heads that they do not look at, as in
+  `attention.attend_side_by_side`: products of K times the size, on units that
+  would wait for the cache anyway, and no cutting of heads out of pages.
+
+  Args:
+    keys: [L, pages, page, K · H] the cache.
+    values: [L, pages, page, K · H].
   """
-  del values  # `keys` has them
-  slots, (layers, pages, page) = len(q), keys.shape[:3]
+  s, n, h = q.shape
+  layers, pages, page, wide = keys.shape
+  kv_heads = wide // h
+  group = n // kv_heads
+  own = jnp.repeat(jnp.eye(kv_heads, dtype=keys.dtype), group, axis=0)  # [N, K]
+  q = q.astype(keys.dtype)[:, :, None] * own[:, :, None]
+  q = q.reshape(s, n, wide)
+
+  each = min(max(1, _TPU_TOKENS // page), _TPU_PAGES, page_table.shape[1])
+  tokens = each * page
   table = (page_table + layer * pages).astype(jnp.int32)
-  columns = max(1, _TOKENS_OF_A_BLOCK // page)
-  emulated = pltpu.force_tpu_interpret_mode() if interpret else None
-  with emulated or contextlib.nullcontext():
-    return ragged.ragged_paged_attention(
-        q.astype(keys.dtype),
-        keys.reshape(layers * pages, *keys.shape[2:]),
-        (positions + 1).astype(jnp.int32),
-        table,
-        jnp.arange(slots + 1, dtype=jnp.int32),
-        jnp.full(1, slots, jnp.int32),
-        sliding_window=window,
-        soft_cap=cap or None,
-        num_kv_pages_per_block=min(
-            columns, _PAGES_OF_A_BLOCK, page_table.shape[1]
-        ),
-        num_queries_per_block=min(_QUERIES_OF_A_BLOCK, slots),
-    )
+  last = positions.astype(jnp.int32)
+  first = jnp.zeros_like(last)
+  if window is not None:
+    first = jnp.maximum(last - window + 1, 0)
+  begins = first // tokens
+  counts = last // tokens - begins + 1
+  most = s * -(-page_table.shape[1] // each)
+  slots = jnp.repeat(
+      jnp.arange(s, dtype=jnp.int32), counts, total_repeat_length=most
+  )
+  ends = jnp.cumsum(counts).astype(jnp.int32)
+  steps = jnp.arange(most, dtype=jnp.int32)
+  blocks = steps - (ends - counts)[slots] + begins[slots]
+
+  def page_of(i):
+    def index(step, slots, blocks, table, first, last):
+      slot = slots[step]
+      # What the slot does not see is another copy of what it does.
+      column = jnp.clip(
+          blocks[step] * each + i, first[slot] // page, last[slot] // page
+      )
+      return table[slot, column], 0, 0
+
+    return pl.BlockSpec((None, page, wide), index)
+
+  row = pl.BlockSpec(
+      (None, n, wide), lambda step, slots, *_: (slots[step], 0, 0)
+  )
+  cache = [x.reshape(layers * pages, page, wide) for x in (keys, values)]
+  mixed = pl.pallas_call(
+      functools.partial(_block_of_pages, page=page, each=each, cap=cap),
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+          num_scalar_prefetch=5,
+          grid=(ends[-1],),
+          in_specs=[row, *[page_of(i) for i in range(each)] * 2],
+          out_specs=row,
+          scratch_shapes=[
+              pltpu.VMEM((n, _LANES), jnp.float32),
+              pltpu.VMEM((n, _LANES), jnp.float32),
+              pltpu.VMEM((n, wide), jnp.float32),
+          ],
+      ),
+      out_shape=jax.ShapeDtypeStruct((s, n, wide), jnp.float32),
+      interpret=interpret,
+      name='attend_pages',
+  )(slots, blocks, table, first, last, q, *cache[:1] * each, *cache[1:] * each)
+  mixed = mixed.reshape(s, kv_heads, group, kv_heads, h)
+  return jnp.stack(
+      [mixed[:, head, :, head] for head in range(kv_heads)], 1
+  ).reshape(s, n, h)
+
+
+def _block_of_pages(
+    slots_ref,  # [steps] slot of each step
+    blocks_ref,  # [steps] block of pages of each step
+    table_ref,  # [S, P]
+    first_ref,  # [S] first position to be seen
+    last_ref,  # [S]
+    q_ref,  # [N, K · H]
+    *refs,  # pages of keys and of values [page, K · H]; the rest is named below
+    page: int,
+    each: int,
+    cap: float,
+):
+  """Adds a block to a slot's mixture; the softmax is put together as ever."""
+  del table_ref
+  keys, values = refs[:each], refs[each : 2 * each]
+  mixed_ref, best_ref, total_ref, sum_ref = refs[2 * each :]
+  step = pl.program_id(0)
+  slot, tokens = slots_ref[step], each * page
+  begin = blocks_ref[step] * tokens
+  first, last = first_ref[slot], last_ref[slot]
+
+  @pl.when(begin <= first)
+  def _():
+    best_ref[...] = jnp.full(best_ref.shape, 0.5 * _NOTHING, jnp.float32)
+    total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
+    sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+
+  k = jnp.concatenate([ref[...] for ref in keys], 0)
+  v = jnp.concatenate([ref[...] for ref in values], 0)
+  scores = jax.lax.dot_general(
+      q_ref[...],
+      k,
+      (((1,), (1,)), ((), ())),
+      preferred_element_type=jnp.float32,
+  )
+  if cap:
+    scores = cap * jnp.tanh(scores / cap)
+  places = begin + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+  seen = (places >= first) & (places <= last)
+  scores = jnp.where(seen, scores, _NOTHING)
+  best = best_ref[:, :1]
+  new = jnp.maximum(best, scores.max(1, keepdims=True))
+  weights = jnp.exp(scores - new)
+  scale = jnp.exp(best - new)
+  total = total_ref[:, :1] * scale + weights.sum(1, keepdims=True)
+  mixed = sum_ref[...] * scale + jnp.dot(
+      weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+  )
+  best_ref[...] = jnp.broadcast_to(new, best_ref.shape)
+  total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+  sum_ref[...] = mixed
+
+  @pl.when(begin + tokens > last)
+  def _():
+    mixed_ref[...] = mixed / total
 
 
 def attend_pages_by_triton(
@@ -234,7 +337,8 @@ def attend_pages_by_triton(
   weighted by its sum of exp(score).
   """
   s, n, h = q.shape
-  layers, pages, page, kv_heads = keys.shape[:4]
+  layers, pages, page = keys.shape[:3]
+  kv_heads = math.prod(keys.shape[3:]) // h
   group = n // kv_heads
   rows = max(_GPU_ROWS, pl.next_power_of_2(group))
   q = q.reshape(s, kv_heads, group, h).astype(keys.dtype)
@@ -345,4 +449,4 @@ def _stretch(
   best_ref[...] = best
 
 
-PAGES = dict(ragged=attend_pages_by_ragged, triton=attend_pages_by_triton)
+PAGES = dict(mosaic=attend_pages_by_mosaic, triton=attend_pages_by_triton)

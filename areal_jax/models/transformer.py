@@ -71,13 +71,13 @@ class Prefix:
 
   Attributes:
     keys: [L, pages, page, K, H] the cache, keys rotated; as for `decode`.
-    values: [L, pages, page, K, H], or None as there.
+    values: [L, pages, page, K, H].
     page_table: [B, P] pages that hold a row's first P · page positions.
     lengths: [B] cached tokens of each row, at most P · page.
   """
 
   keys: Array
-  values: Array | None
+  values: Array
   page_table: Array
   lengths: Array
 
@@ -669,13 +669,13 @@ def decode(
     ids: Array,
     positions: Array,
     keys: Array,
-    values: Array | None,
+    values: Array,
     page_table: Array,
     write_ok: Array,
     *,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[Array, Array, Array]:
   """One token a slot: writes its key and value, and returns its logits.
 
   Logical position p of slot s lives at offset p % page of page
@@ -686,9 +686,9 @@ def decode(
     params: of the policy; in a loop those that `layers_apart` returns.
     ids: [S] tokens.
     positions: [S] of each token, below P · page.
-    keys: [L, pages, page, K, H] the cache, axes `CACHE_AXES`; shapes as those
-      of `cache_shapes`, which may be others.
-    values: [L, pages, page, K, H] the cache, or None.
+    keys: [L, pages, page, K, H] the cache, axes `CACHE_AXES`; or with the last
+      two in one, see `cache_shapes`.
+    values: the cache, of the same shape.
     page_table: [S, P] pages of each slot; as many columns as are to be read.
     write_ok: [S] bool; a slot with False writes nothing.
     mesh: where the parameters lie; None for one device.
@@ -717,13 +717,13 @@ def decode_routed(
     ids: Array,
     positions: Array,
     keys: Array,
-    values: Array | None,
+    values: Array,
     page_table: Array,
     write_ok: Array,
     *,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
-) -> tuple[tuple[Array, Array, Array | None], Array | None]:
+) -> tuple[tuple[Array, Array, Array], Array | None]:
   """`decode`, and the experts [L, S, k] of the sparse layers, if any."""
   model, layout = _merged(config, params), _Layout(mesh, rules)
   page = keys.shape[2]
@@ -735,17 +735,16 @@ def decode_routed(
 
   def attend(layer, cache, q, k, v):
     at = (layer, pages, offsets)
-    new = attention.as_cached(k, v, apart=values is not None)
-    cache = jax.tree.map(
-        lambda x, new: layout(
-            x.at[at].set(new.astype(x.dtype), mode='drop'), *CACHE_AXES
-        ),
-        cache,
-        new,
-    )
+
+    def written(x, new):
+      new = attention.as_cached(new, x).astype(x.dtype)
+      return layout(x.at[at].set(new, mode='drop'), *CACHE_AXES[: x.ndim])
+
+    keys, values = (written(x, new) for x, new in zip(cache, (k, v)))
     mixed = attention.attend_paged(
         q,
-        *cache,
+        keys,
+        values,
         layer,
         page_table,
         positions,
@@ -756,7 +755,7 @@ def decode_routed(
         mesh=mesh,
         rules=rules,
     )
-    return mixed, cache, None
+    return mixed, (keys, values), None
 
   blocks = params['blocks']
   x, cache, _, routing = model.walk(
@@ -779,7 +778,7 @@ def cache_shapes(
     *,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]:
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
   """The cache that `decode` reads fastest on these devices.
 
   Args:
@@ -790,25 +789,24 @@ def cache_shapes(
     rules: how it is to lie there.
 
   Returns:
-    Keys and values [L, pages, page, K, H]; or, where a kernel wants a head's
-    keys and values in turn, one array [L, pages, page, 2 K, H] and None.
+    Keys and values [L, pages, page, K, H]; or, where a kernel wants the heads
+    of a token side by side, [L, pages, page, K · H].
   """
-  c, layout = config, _Layout(mesh, rules)
-  shape = (c.layers, pages, page, c.kv_heads, c.head_size)
-  keys = jax.ShapeDtypeStruct(shape, c.compute_dtype)
-  asked = attention.pages_asked(
-      (c.heads, c.head_size),
-      keys,
-      keys,
-      platform=layout.platform,
-      mesh=mesh,
-      rules=rules,
+  c = config
+  asked = forms.Pages(
+      platform=_Layout(mesh, rules).platform,
+      page=page,
+      heads=c.heads,
+      kv_heads=c.kv_heads,
+      head_size=c.head_size,
+      dtype=c.compute_dtype,
+      parts=1 if mesh is None else rules.parts('heads', mesh),
   )
-  asked = dataclasses.replace(asked, interleaved=None)
-  if not forms.interleaves(forms.of_pages(c.attention.pages, asked)):
-    return keys, keys
-  shape = (c.layers, pages, page, 2 * c.kv_heads, c.head_size)
-  return jax.ShapeDtypeStruct(shape, c.compute_dtype), None
+  flat = forms.flattens(forms.of_pages(c.attention.pages, asked))
+  last = (c.kv_heads * c.head_size,) if flat else (c.kv_heads, c.head_size)
+  shape = (c.layers, pages, page, *last)
+  cache = jax.ShapeDtypeStruct(shape, jnp.dtype(c.compute_dtype))
+  return cache, cache
 
 
 # Helpers.

@@ -219,7 +219,7 @@ class DecodeState:
   """All that S slots need to go on. C = pages a slot times page size."""
 
   keys: Array  # [L, pages, page_size, K, H]; see transformer.cache_shapes
-  values: Array | None  # [L, pages, page_size, K, H]
+  values: Array  # [L, pages, page_size, K, H]
   history: Array  # [S, C] int32, prompt and answer so far
   length: Array  # [S] int32, tokens in history; the last one is not cached
   prompt_length: Array  # [S] int32
@@ -311,13 +311,12 @@ class Engine:
         lambda _: self._replicated, self.state_shapes
     )
     cache = rules.sharding(
-        ('layer', None, None, 'kv_heads', 'head'),
+        transformer.CACHE_AXES[: self.state_shapes.keys.ndim],
         self.state_shapes.keys.shape,
         mesh,
     )
     self.state_shardings.keys = cache
-    if self.state_shapes.values is not None:
-      self.state_shardings.values = cache
+    self.state_shardings.values = cache
     state, alone = self.state_shardings, self._replicated
     compiled = functools.partial(jax.jit, donate_argnames='state')
     self._init = jax.jit(self._initial_state, out_shardings=state)
@@ -643,11 +642,11 @@ class Engine:
   def _initial_state(self) -> DecodeState:
     c, s = self.config, self.settings
     slots, capacity = s.slots, s.pages_per_slot * s.page_size
-    keys, values = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype),
-        transformer.cache_shapes(
+    keys, values = (
+        jnp.zeros(x.shape, x.dtype)
+        for x in transformer.cache_shapes(
             c, s.total_pages, s.page_size, mesh=self.mesh, rules=self.rules
-        ),
+        )
     )
     integers = functools.partial(jnp.zeros, dtype=jnp.int32)
     return DecodeState(
@@ -693,12 +692,9 @@ class Engine:
 
     def put(i, cache):
       where = tables[i, :pages]
-      return jax.tree.map(
-          lambda x, new: x.at[:, where].set(paged(new), mode='drop'),
-          cache,
-          attention.as_cached(
-              prefix.keys, prefix.values, apart=state.values is not None
-          ),
+      return tuple(
+          x.at[:, where].set(attention.as_cached(paged(new), x), mode='drop')
+          for x, new in zip(cache, (prefix.keys, prefix.values))
       )
 
     count = (settings['slots'] < len(state.length)).sum()
@@ -737,18 +733,17 @@ class Engine:
     routing = self._recorded(experts)
     if routing is not None:
       routing = routing.reshape(*pieces['ids'].shape, *routing.shape[1:])
-    keys, values = jax.tree.map(
-        lambda x, new: x.at[:, where].set(paged(new), mode='drop'),
-        (state.keys, state.values),
-        attention.as_cached(keys, values, apart=state.values is not None),
+    keys, values = (
+        x.at[:, where].set(attention.as_cached(paged(new), x), mode='drop')
+        for x, new in ((state.keys, keys), (state.values, values))
     )
     return dataclasses.replace(state, keys=keys, values=values), routing
 
   def _occupy_program(self, state, settings, history, lengths, prompts, copies):
     def copy(i, cache):
       source, target = copies[i]
-      return jax.tree.map(
-          lambda x: x.at[:, target].set(x[:, source], mode='drop'), cache
+      return tuple(
+          x.at[:, target].set(x[:, source], mode='drop') for x in cache
       )
 
     count = (settings['slots'] < len(state.length)).sum()

@@ -1,5 +1,6 @@
 """Every form of attention equals the plain one."""
 
+import functools
 import itertools
 
 import jax
@@ -232,97 +233,100 @@ def test_blocks_of_other_segments_are_not_computed():
 
 
 # Every form of paged attention, those of other platforms interpreted.
-FORMS = ('side_by_side', 'gathered', 'ragged', 'triton')
+FORMS = ('side_by_side', 'gathered', 'mosaic', 'triton')
 
 
 def _paged(form, q, keys, values, layer, table, positions, **more):
   """`attend_paged` in a form, its cache as that wants it."""
-  if form in ('side_by_side', 'gathered'):
+  if form in FORMS[:2]:
     run = getattr(attention, f'attend_{form}')
     return run(q, keys, values, layer, table, positions, **more)
-  keys, values = attention.as_cached(keys, values, apart=form != 'ragged')
+  if form == 'mosaic':
+    keys, values = (x.reshape(*x.shape[:3], -1) for x in (keys, values))
   return attention.attend_paged(
-      q, keys, values, layer, table, positions, platform='cpu', form=form,
+      q,
+      keys,
+      values,
+      layer,
+      table,
+      positions,
+      platform='cpu',
+      form=form,
       **more,
-  )  # fmt: skip
+  )
+
+
+def _cache(slots, layers, pages, page, head_size=128):
+  """Queries [S, N, H], keys and values [L, pages, page, K, H]."""
+  rng = np.random.default_rng(3)
+  q = rng.normal(size=(slots, 4, head_size)) / np.sqrt(head_size)
+  cache = rng.normal(size=(2, layers, pages, page, 2, head_size))
+  return q.astype('f'), *cache.astype('f')
+
+
+def _assert_slots_see(got, q, keys, values, table, seen, cap=np.inf):
+  """keys, values [pages, page, K, H] of the layer; seen [S, positions]."""
+  for slot, pages in enumerate(table):
+    k, v = (x[pages].reshape(1, -1, *x.shape[2:]) for x in (keys, values))
+    wanted = _plain(q[slot][None, None], k, v, seen[slot][None, None], cap)
+    np.testing.assert_allclose(got[slot], wanted[0, 0], atol=2e-6)
 
 
 @pytest.mark.parametrize('form', FORMS)
 def test_paged_attention_reads_the_pages_of_its_slot_up_to_the_position(form):
-  q, k, v, _ = _inputs(heads=4, kv_heads=2)
-  rng = np.random.default_rng(3)
-  keys = rng.normal(size=(3, 6, 2, 2, 4)).astype('f')  # [L, pages, page, K, H]
-  values = rng.normal(size=keys.shape).astype('f')
+  q, keys, values = _cache(2, 3, 6, 8)
   # Page 5 is shared.
-  table, positions = np.array([[5, 0, 2], [5, 3, 4]]), np.array([3, 0])
-  got = _paged(form, q[:, 0], keys, values, 1, table, positions)
-  for slot in range(2):
-    count = positions[slot] + 1
-    k, v = (x[1, table[slot]].reshape(1, 6, 2, 4) for x in (keys, values))
-    wanted = _plain(
-        q[slot : slot + 1, :1], k, v, (np.arange(6) < count)[None, None]
-    )
-    np.testing.assert_allclose(got[slot], wanted[0, 0], atol=1e-6)
+  table, positions = np.array([[5, 0, 2], [5, 3, 4]]), np.array([15, 0])
+  got = _paged(form, q, keys, values, 1, table, positions)
+  seen = np.arange(24) <= positions[:, None]
+  _assert_slots_see(got, q, keys[1], values[1], table, seen)
 
 
 @pytest.mark.parametrize(
     'form, traced, window',
     [
         *itertools.product(FORMS[:2], [False, True], [1, 2, 3, 4]),
-        ('ragged', False, 3),
+        ('mosaic', False, 3),
         ('triton', False, 3),
         ('triton', True, 4),
     ],
 )
 def test_a_window_of_pages_leaves_out_what_lies_before_it(form, traced, window):
-  q, _, _, _ = _inputs()
-  rng = np.random.default_rng(3)
-  keys = rng.normal(size=(1, 8, 2, 2, 4)).astype('f')
-  values = rng.normal(size=keys.shape).astype('f')
+  q, keys, values = _cache(2, 1, 8, 2)
   table, positions = np.array([[5, 0, 2, 7], [1, 3, 4, 6]]), np.array([7, 2])
   # A page wholly before the window may hold anything.
   stale = table[0, : (8 - window) // 2]
   keys[:, stale], values[:, stale] = 1e4, 1e4
   program = lambda window: _paged(
-      form, q[:, 0], keys, values, 0, table, positions, window=window, cap=2.0
+      form, q, keys, values, 0, table, positions, window=window, cap=2.0
   )
   got = jax.jit(program)(window) if traced else program(window)
-  for slot in range(2):
-    last = positions[slot]
-    k, v = (x[0, table[slot]].reshape(1, 8, 2, 4) for x in (keys, values))
-    places = np.arange(8)
-    seen = (places <= last) & (places > last - window)
-    wanted = _plain(q[slot : slot + 1, :1], k, v, seen[None, None], 2.0)
-    np.testing.assert_allclose(got[slot], wanted[0, 0], atol=1e-6)
+  places = np.arange(8)
+  seen = (places <= positions[:, None]) & (places > positions[:, None] - window)
+  _assert_slots_see(got, q, keys[0], values[0], table, seen, 2.0)
 
 
-@pytest.mark.parametrize('form', ['ragged', 'triton'])
-def test_kernels_over_pages_walk_long_slots_of_unlike_lengths(form):
-  # Several blocks of pages a slot, and a shared layer number that is traced.
-  rng = np.random.default_rng(4)
+@pytest.mark.parametrize('form', ['mosaic', 'triton'])
+def test_kernels_over_pages_walk_slots_of_unlike_lengths(form):
+  # Several blocks of pages a slot, and a number of the layer that is traced.
   page, columns, slots = 16, 80, 3
-  q = rng.normal(size=(slots, 4, 8)).astype('f')
-  keys = rng.normal(size=(2, columns * slots, page, 2, 8)).astype('f')
-  values = rng.normal(size=keys.shape).astype('f')
-  table = rng.permutation(columns * slots).reshape(slots, columns)
+  q, keys, values = _cache(slots, 2, columns * slots, page)
+  table = np.random.default_rng(4).permutation(columns * slots)
+  table = table.reshape(slots, columns)
   positions = np.array([page * columns - 1, 7, 700])
-  got = jax.jit(lambda layer: _paged(
-      form, q, keys, values, layer, table, positions
-  ))(1)  # fmt: skip
+  program = jax.jit(functools.partial(_paged, form))
+  got = program(q, keys, values, 1, table, positions)
   wanted = attention.attend_gathered(q, keys, values, 1, table, positions)
   np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
-@pytest.mark.parametrize('form', ['ragged', 'triton'])
+@pytest.mark.parametrize('form', ['mosaic', 'triton'])
 def test_kernels_over_pages_run_where_heads_are_cut(form):
-  rng = np.random.default_rng(5)
-  q = rng.normal(size=(2, 4, 8)).astype('f')
-  keys = rng.normal(size=(1, 6, 2, 2, 8)).astype('f')
-  values = rng.normal(size=keys.shape).astype('f')
-  table, positions = np.array([[5, 0, 2], [1, 3, 4]]), np.array([4, 1])
-  got = jax.jit(lambda *x: _paged(
-      form, *x, mesh=tiny.mesh(1, 2), rules=Rules()
-  ))(q, keys, values, 0, table, positions)  # fmt: skip
+  q, keys, values = _cache(2, 1, 6, 8)
+  table, positions = np.array([[5, 0, 2], [1, 3, 4]]), np.array([17, 1])
+  where = dict(mesh=tiny.mesh(1, 2), rules=Rules())
+  program = jax.jit(functools.partial(_paged, form, **where))
+  got = program(q, keys, values, 0, table, positions)
   wanted = attention.attend_gathered(q, keys, values, 0, table, positions)
   np.testing.assert_allclose(got, wanted, atol=2e-6)
 

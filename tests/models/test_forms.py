@@ -58,14 +58,15 @@ def test_the_form_of_rows(wanted, changes):
 @pytest.mark.parametrize(
     'wanted, changes',
     [
-        ('ragged', dict()),
-        ('ragged', dict(parts=2)),
-        ('ragged', dict(dtype='bfloat16', interleaved=True)),
+        ('mosaic', dict()),
+        ('mosaic', dict(parts=2)),
+        ('mosaic', dict(dtype='bfloat16', flat=True)),
         # One key/value head cannot be on two devices.
         ('gathered', dict(parts=4)),
-        ('gathered', dict(head_size=64)),
-        ('gathered', dict(kv_heads=6)),
-        ('gathered', dict(interleaved=False)),
+        ('mosaic', dict(head_size=64)),
+        ('gathered', dict(head_size=64, parts=2)),
+        ('gathered', dict(page=20)),
+        ('gathered', dict(flat=False)),
         ('triton', dict(platform='gpu')),
         ('gathered', dict(platform='gpu', page=48)),
         ('gathered', dict(platform='cpu')),
@@ -95,4 +96,4 @@ def test_a_form_that_is_asked_for_by_name_is_taken():
   assert forms.of_rows('grouped', ROWS) == 'grouped'
   assert forms.of_pages('gathered', PAGES) == 'gathered'
   with pytest.raises(ConfigError, match='attention.pages .* 4 devices'):
-    forms.of_pages('ragged', dataclasses.replace(PAGES, parts=4))
+    forms.of_pages('mosaic', dataclasses.replace(PAGES, parts=4))

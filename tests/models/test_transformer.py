@@ -14,7 +14,11 @@ import pytest
 from areal_jax.config import ConfigError
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
-from areal_jax.models.config import ModelConfig, RopeScaling
+from areal_jax.models.config import (
+    AttentionSettings,
+    ModelConfig,
+    RopeScaling,
+)
 from tests import tiny
 
 PAGE = 4
@@ -445,6 +449,35 @@ def test_decode_writes_the_donated_cache_in_place(loop):
   assert memory.alias_size_in_bytes >= 2 * size
   # A copy of one layer of the cache would take half of `size`.
   assert memory.temp_size_in_bytes < size / 4
+
+
+@pytest.mark.parametrize('form', ['mosaic', 'triton'])
+def test_decode_in_a_kernel_equals_decode_in_plain_form(form):
+  # Layers of which one slides, in a scan: the kernel has to know its window.
+  config = make_config(
+      head_size=128, sliding_window=2, sliding_layers=(1,), layer_loop='scan'
+  )
+  params = make_params(config)
+  chosen = dataclasses.replace(config, attention=AttentionSettings(pages=form))
+  keys, _ = transformer.cache_shapes(chosen, 6, 8)
+  last = (256,) if form == 'mosaic' else (2, 128)
+  assert keys.shape == (2, 6, 8, *last)
+  table, ok = np.array(PERMUTED, np.int32), np.ones(2, bool)
+
+  def run(config):
+    keys, values = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype),
+        transformer.cache_shapes(config, 6, 8),
+    )
+    for position in range(3):
+      at = jnp.full(2, position)
+      logits, keys, values = transformer.decode(
+          config, params, IDS[:, position], at, keys, values, table, ok
+      )
+    return logits
+
+  got, wanted = (jax.jit(lambda c=c: run(c))() for c in (chosen, config))
+  np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
 def test_scanned_layers_equal_unrolled_ones(params, logits, gradient, decoded):

@@ -1,0 +1,143 @@
+"""Programs that are compiled for TPUs and lowered for GPUs have the kernels.
+
+What the kernels compute is compared in `test_attention.py`, interpreted.
+"""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.mesh.rules import Rules
+from areal_jax.models import attention, transformer
+from areal_jax.models.config import ModelConfig
+
+# Heads as in Qwen2.5-1.5B, by two key/value heads on each device.
+CONFIG = ModelConfig(
+    vocab_size=512,
+    width=256,
+    layers=1,
+    heads=8,
+    kv_heads=4,
+    head_size=128,
+    mlp_width=512,
+    compute_dtype='bfloat16',
+)
+
+
+@pytest.fixture(scope='module')
+def tpu():
+  """A mesh [fsdp, tensor] of four TPUs that nobody has."""
+  pytest.importorskip('libtpu', reason='libtpu is not installed')
+  from jax.experimental import topologies
+
+  # Without it libtpu asks the cloud where it runs, and waits for the answer.
+  os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+  topology = topologies.get_topology_desc(
+      topology_name='v5e:2x2', platform='tpu'
+  )
+  return jax.sharding.Mesh(
+      np.array(topology.devices).reshape(2, 2), ('fsdp', 'tensor')
+  )
+
+
+def on(mesh, shape, dtype, *axes):
+  sharding = Rules().sharding(axes, shape, mesh)
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def params_on(config, mesh):
+  return jax.tree.map(
+      lambda p, sharding: jax.ShapeDtypeStruct(
+          p.shape, p.dtype, sharding=sharding
+      ),
+      transformer.abstract_params(config),
+      transformer.param_shardings(config, mesh, Rules()),
+  )
+
+
+def compiled_step(mesh, tokens):
+  """The gradient of one layer over two rows a device, for these TPUs."""
+  rows = on(mesh, (4, tokens), jnp.int32, 'batch', 'time')
+
+  def loss(params, ids, positions, segments):
+    hidden = transformer.hidden(
+        CONFIG, params, ids, positions, segments, mesh=mesh, rules=Rules()
+    )
+    return jnp.square(hidden.astype(jnp.float32)).sum()
+
+  return (
+      jax.jit(jax.grad(loss))
+      .lower(params_on(CONFIG, mesh), rows, rows, rows)
+      .compile()
+  )
+
+
+def test_training_on_tpus_runs_splash_attention_forward_and_backward(tpu):
+  text = compiled_step(tpu, 1024).as_text()
+  for phase in ('fwd', 'dq', 'dkv'):
+    assert f'splash_mha_{phase}_segmented' in text
+  # No mask and no scores of all queries and keys.
+  assert '1024,1024]' not in text
+
+
+def test_decode_on_tpus_runs_the_kernel_over_the_donated_cache(tpu):
+  place = dict(mesh=tpu, rules=Rules())
+  pages, slots = 64, 8
+  keys, values = transformer.cache_shapes(CONFIG, pages, 64, **place)
+  assert keys.shape == (1, pages, 64, CONFIG.kv_heads * CONFIG.head_size)
+  axes = transformer.CACHE_AXES[:4]
+  keys, values = (on(tpu, x.shape, x.dtype, *axes) for x in (keys, values))
+  integers = on(tpu, (slots,), jnp.int32, 'tokens')
+  program = functools.partial(transformer.decode, CONFIG, **place)
+  compiled = (
+      jax.jit(program, donate_argnums=(3, 4))
+      .lower(
+          params_on(CONFIG, tpu),
+          integers,
+          integers,
+          keys,
+          values,
+          on(tpu, (slots, 32), jnp.int32, 'tokens', None),
+          on(tpu, (slots,), jnp.bool_, 'tokens'),
+      )
+      .compile()
+  )
+  assert 'attend_pages' in compiled.as_text()
+  # Bytes of keys and values on one of two devices.
+  size = 2 * np.prod(keys.shape) * 2 // 2
+  memory = compiled.memory_analysis()
+  assert memory.alias_size_in_bytes >= size
+  assert memory.temp_size_in_bytes < size / 2  # no copy of it
+
+
+def lowered(form, *inputs):
+  """The program of a form for a GPU, as text."""
+  traced = jax.jit(form).trace(*inputs)
+  return traced.lower(lowering_platforms=('cuda',)).as_text()
+
+
+def test_programs_for_gpus_have_the_kernels():
+  shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+  whole = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)
+  rows = shape(2, 256, 4, 64), shape(2, 256, 2, 64), shape(2, 256, 2, 64)
+
+  def loss(q, k, v, segments):
+    sight = attention.Sight.of_rows(256, segments)
+    mixed = attention.attend(q, k, v, sight, platform='gpu')
+    return mixed.astype(jnp.float32).sum()
+
+  text = lowered(jax.grad(loss, (0, 1, 2)), *rows, whole(2, 256))
+  assert 'mha_forward' in text and 'mha_backward' in text
+
+  def decode(q, keys, values, table, positions):
+    return attention.attend_paged(
+        q, keys, values, 1, table, positions, platform='gpu'
+    )
+
+  cache = shape(2, 32, 16, 2, 64)
+  text = lowered(decode, shape(4, 8, 64), cache, cache, whole(4, 8), whole(4))
+  assert 'attend_pages' in text
