@@ -383,13 +383,14 @@ class Experiment:
     if self.warm_start.steps:
       packings['warm_start'] = self.warm_start.packing
     for name, packing in packings.items():
-      rows = packing.rows
-      require(
-          rows % shards == 0,
-          f'{at}.{name}.packing.rows',
-          rows,
-          f'a multiple of mesh.train.fsdp={shards}',
-      )
+      for rows in packing.numbers:
+        field = 'rows' if rows == packing.rows else 'fewer'
+        require(
+            rows % shards == 0,
+            f'{at}.{name}.packing.{field}',
+            rows,
+            f'a multiple of mesh.train.fsdp={shards}',
+        )
 
   def _validate_adapters(self, at: str) -> None:
     names = self.policy.model.lora.projections

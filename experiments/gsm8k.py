@@ -64,7 +64,7 @@ def get_config() -> Experiment:
       policy=PolicySettings(
           path='Qwen2.5-0.5B-Instruct',
           model=ModelConfig(
-              layer_loop='scan', compute_dtype='bfloat16', remat=True
+              layer_loop='scan', compute_dtype='bfloat16', remat='full'
           ),
       ),
       mesh=MeshSettings(

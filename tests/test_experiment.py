@@ -154,13 +154,13 @@ def test_a_published_policy_brings_its_shape_but_not_its_arithmetic(tmp_path):
           tmp_path,
           policy__path=str(tmp_path / 'policy'),
           policy__model=ModelConfig(
-              layer_loop='scan', remat=True, compute_dtype='bfloat16'
+              layer_loop='scan', remat='full', compute_dtype='bfloat16'
           ),
       )
   ).model
   assert (got.width, got.layers, got.heads, got.kv_heads) == (16, 3, 2, 1)
   assert got.vocab_size == ALPHABET + 2  # ids beyond the tokenizer's are kept
-  assert (got.layer_loop, got.remat) == ('scan', True)
+  assert (got.layer_loop, got.remat) == ('scan', 'full')
   assert got.compute_dtype == 'bfloat16'
 
 

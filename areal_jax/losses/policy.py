@@ -280,9 +280,9 @@ def policy_loss(
       entropy_sum: with `entropy` only.
       fresh_tokens_sum, fresh_gap_sum, fresh_gap_max: |log π_prox - log π_behav|
         of fresh tokens, with `fresh` only.
-      age_<n>_tokens_sum, age_<n>_weight_sum, age_<n>_weight_squared_sum,
-        age_<n>_clipped_sum, age_<n>_rejected_sum: for each of `AGES`, with
-        `ages` only; so are those of `gap_by_age`.
+      age_tokens_sum, age_weight_sum, age_weight_squared_sum, age_clipped_sum,
+        age_rejected_sum: [A], for each of `AGES`, with `ages` only; so are
+        those of `gap_by_age`.
     Over the tokens that no rule dropped:
       objective_sum: w J, each token counted once.
       clipped_sum: tokens at which the clip changed J.
@@ -377,17 +377,16 @@ def policy_loss(
     stats['fresh_gap_sum'] = masking.masked_sum(gap, fresh)
     stats['fresh_gap_max'] = masking.masked_max(gap, fresh)
   if ages is not None:
-    bucket = jnp.clip(jnp.asarray(ages), AGES[0], AGES[-1])
-    for age in AGES:
-      of_age = (jnp.asarray(mask) > 0) & (bucket == age)
-      for name, values in (
-          ('tokens', of_age),
-          ('weight', weight),
-          ('weight_squared', weight**2),
-          ('clipped', gain.clipped & surviving),
-          ('rejected', rejected),
-      ):
-        stats[f'age_{age}_{name}_sum'] = masking.masked_sum(values, of_age)
+    stats |= _sums_by_age(
+        _of_ages(mask, ages),
+        {
+            'tokens': jnp.ones_like(weight),
+            'weight': weight,
+            'weight_squared': weight**2,
+            'clipped': gain.clipped & surviving,
+            'rejected': rejected,
+        },
+    )
     stats |= gap_by_age(proximal_logps, behavior_logps, mask, ages)
   return -masking.divide(total, denominator), jax.lax.stop_gradient(stats)
 
@@ -406,29 +405,62 @@ def gap_by_age(
     ages: [B, T] versions.
 
   Returns:
-    Of g = |log π_prox - log π_behav|:
-      age_<n>_gap_sum, age_<n>_gap_max: of g.
-      age_<n>_k1_sum, age_<n>_k3_sum: estimates of KL(π_behav ‖ π_prox).
-      age_<n>_gap_below_sum: [E] tokens with g at most each of `GAP_EDGES`.
+    Of g = |log π_prox - log π_behav|, [A] each:
+      age_gap_sum, age_gap_max: of g.
+      age_k1_sum, age_k3_sum: estimates of KL(π_behav ‖ π_prox).
+      age_gap_below_sum: [A, E] tokens with g at most each of `GAP_EDGES`.
   """
-  stats = {}
+  of_ages = _of_ages(mask, ages)
   gap = jnp.abs(proximal_logps - behavior_logps)
-  bucket = jnp.clip(jnp.asarray(ages), AGES[0], AGES[-1])
-  below = gap[..., None] <= jnp.asarray(GAP_EDGES, jnp.float32)
-  for age in AGES:
-    of_age = (jnp.asarray(mask) > 0) & (bucket == age)
-    for name, values in (
-        ('gap', gap),
-        ('k1', kl.k1(behavior_logps, proximal_logps)),
-        ('k3', kl.k3(behavior_logps, proximal_logps)),
-    ):
-      stats[f'age_{age}_{name}_sum'] = masking.masked_sum(values, of_age)
-    stats[f'age_{age}_gap_max'] = masking.masked_max(gap, of_age)
-    counted = jnp.sum(
-        below & of_age[..., None], axis=range(gap.ndim), dtype=jnp.float32
-    )
-    stats[f'age_{age}_gap_below_sum'] = counted
-  return jax.lax.stop_gradient(stats)
+  stats = _sums_by_age(
+      of_ages,
+      {
+          'gap': gap,
+          'k1': kl.k1(behavior_logps, proximal_logps),
+          'k3': kl.k3(behavior_logps, proximal_logps),
+          'gap_below': gap[..., None] <= jnp.asarray(GAP_EDGES, jnp.float32),
+      },
+  )
+  largest = jnp.max(gap.reshape(-1, 1) * of_ages, axis=0)
+  return jax.lax.stop_gradient({**stats, 'age_gap_max': largest})
+
+
+def _of_ages(mask: Array, ages: Array) -> Array:
+  """[M, A] float32 of the M tokens: 1 where one counts and is of that age."""
+  bucket = jnp.clip(jnp.asarray(ages), AGES[0], AGES[-1]).reshape(-1, 1)
+  counts = jnp.asarray(mask).reshape(-1, 1) > 0
+  return ((bucket == jnp.asarray(AGES)) & counts).astype(jnp.float32)
+
+
+def _sums_by_age(
+    of_ages: Array, values: Mapping[str, Array]
+) -> dict[str, Array]:
+  """Sums over the tokens of each age, by one matrix product.
+
+  A reduction for each name and age is a small program each on a CPU: of those
+  of a policy loss of 2,688 tokens they were two thirds.
+
+  Args:
+    of_ages: [M, A] of `_of_ages`.
+    values: M of each, or M times E; finite.
+
+  Returns:
+    'age_<name>_sum', [A] or [A, E].
+  """
+  wide = [
+      x.astype(jnp.float32).reshape(len(of_ages), -1) for x in values.values()
+  ]
+  sums = jnp.einsum(
+      'ma,mk->ak',
+      of_ages,
+      jnp.concatenate(wide, 1),
+      precision=jax.lax.Precision.HIGHEST,
+  )
+  parts = jnp.split(sums, np.cumsum([x.shape[1] for x in wide])[:-1], axis=1)
+  return {
+      f'age_{name}_sum': part[:, 0] if part.shape[1] == 1 else part
+      for name, part in zip(values, parts)
+  }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,6 +174,13 @@ class MoeSettings:
       require(not value, f'{at}.{name}', value, f'none, for {at}.experts is 0')
 
 
+# What the backward pass computes again, of each layer, to save memory: nothing;
+# all but its matrix products (attention's scores and mixture are computed
+# again); everything, from the layer's input; everything, with those inputs in
+# the host's memory until they are needed.
+Remat = Literal['none', 'dots', 'full', 'offload']
+
+
 @dataclasses.dataclass
 class AttentionSettings:
   """Forms of attention to insist on; 'auto' chooses by the platform.
@@ -225,7 +232,7 @@ class ModelConfig:
   vocab_multiple: int = 1  # the vocabulary is padded to a multiple of this
   layer_loop: Literal['scan', 'unroll'] = 'unroll'  # scan compiles faster
   compute_dtype: Literal['float32', 'bfloat16'] = 'float32'
-  remat: bool = False  # recompute layers in the backward pass
+  remat: Remat = 'none'  # what of a layer the backward pass computes again
   attention: AttentionSettings = dataclasses.field(
       default_factory=AttentionSettings
   )

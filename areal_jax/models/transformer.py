@@ -28,6 +28,7 @@ from typing import Any, Callable
 
 from flax import nnx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
@@ -53,6 +54,9 @@ _ACTIVATIONS = {
 _ADAPTER_STREAM = 0x10A
 # Of embeddings, as in GPT-2; matrices have 1 / sqrt(inputs) instead.
 _EMBEDDING_STD = 0.02
+
+# What a layer begins with, by the name that 'offload' knows it by.
+_STREAM = 'stream'
 
 # Projections whose outputs are heads.
 _HEADS = ('query', 'key', 'value')
@@ -291,6 +295,8 @@ class Transformer(nnx.Module):
 
     def step(carry, layer, weights, given):
       x, cache = carry
+      if c.remat == 'offload':
+        x = checkpoint_name(x, _STREAM)
       block = nnx.merge(one_layer, weights)
       x, cache, collected, routing = block(
           x,
@@ -307,12 +313,11 @@ class Transformer(nnx.Module):
 
     if c.layer_loop == 'scan':
       body = lambda carry, inputs: step(carry, *inputs)
-      if c.remat:
-        body = jax.checkpoint(body, prevent_cse=False)
+      body = _rematerialised(c, body, prevent_cse=False)
       inputs = jnp.arange(c.layers), stacked, routers.given
       (x, cache), gathered = jax.lax.scan(body, (x, cache), inputs)
       return x, cache, *gathered
-    body = jax.checkpoint(step, static_argnums=1) if c.remat else step
+    body = _rematerialised(c, step, static_argnums=1)
     carry, rows, routings = (x, cache), [], []
     for layer in range(c.layers):
       if apart is None:
@@ -440,6 +445,31 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules) -> Params:
       lambda p, axes: rules.sharding(axes, p.shape, mesh),
       abstract_params(config),
       logical_axes(config),
+  )
+
+
+def matrix_sides(config: ModelConfig) -> Params:
+  """Which parameters are stacks of matrices, for optimizers that look at them.
+
+  Returns:
+    Where the parameters have arrays: two tuples, the dimensions that a layer's
+    product sums over and those that come out of it; what is in neither counts
+    layers or experts. None for embeddings, routers, norms and biases.
+  """
+
+  def sides(path, axes):
+    if path[0].key != 'blocks' or 'scores' in axes:
+      return None
+    inner = [i for i, a in enumerate(axes) if a not in ('layer', 'expert')]
+    # Every product goes from the width or a rank, or to it.
+    first, last = (axes[inner[i]] in ('embed', 'rank') for i in (0, -1))
+    if len(inner) < 2 or not (first or last):
+      return None
+    cut = 1 if first else len(inner) - 1
+    return tuple(inner[:cut]), tuple(inner[cut:])
+
+  return jax.tree.map_with_path(
+      sides, logical_axes(config), is_leaf=lambda x: isinstance(x, tuple)
   )
 
 
@@ -823,6 +853,27 @@ class _Routers:
 
   given: Array | None = None
   real: Array | None = None
+
+
+def _rematerialised(
+    config: ModelConfig, body: Callable[..., Any], **options: Any
+) -> Callable[..., Any]:
+  """A layer whose backward pass computes again what `config.remat` says."""
+  if config.remat == 'none':
+    return body
+  policies = jax.checkpoint_policies
+  policy = {
+      # Projections take flat tokens and so have no batch dimension.
+      'dots': policies.dots_with_no_batch_dims_saveable,
+      'full': policies.nothing_saveable,
+      'offload': policies.save_and_offload_only_these_names(
+          names_which_can_be_saved=[],
+          names_which_can_be_offloaded=[_STREAM],
+          offload_src='device',
+          offload_dst='pinned_host',
+      ),
+  }[config.remat]
+  return jax.checkpoint(body, policy=policy, **options)
 
 
 def _of_one_layer(config: ModelConfig, stacked: Any, layer: int) -> Any:

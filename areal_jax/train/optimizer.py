@@ -1,4 +1,4 @@
-"""The learning-rate schedule and AdamW behind one settings dataclass.
+"""The learning-rate schedule and the optimizers behind one settings dataclass.
 
 The schedule counts *applied updates*: a minibatch that was skipped (non-finite
 gradient) or that had nothing to teach (no advantage) does not advance it, and
@@ -9,14 +9,20 @@ such minibatches leave alone and checkpoints carry.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 
 from areal_jax.config import require
+
+# Of the second moments of Adafactor; smaller matrices keep them whole.
+_LEAST_TO_FACTOR = 128
+# Root mean square of AdamW's updates, which Muon's are scaled to.
+_ADAM_RMS = 0.2
 
 
 @dataclasses.dataclass
@@ -29,11 +35,22 @@ class OptimizerSettings:
     warmup_steps: updates of the linear rise from 0 to the peak.
     total_steps: update at which 'cosine' and 'linear' reach their end.
     final_fraction: share of the peak at the end, and ever after.
-    beta1: decay of the mean of gradients.
-    beta2: decay of the mean of squared gradients.
+    beta1: AdamW's decay of the mean of gradients.
+    beta2: AdamW's decay of the mean of squared gradients.
     epsilon: added to the root of the latter.
+    momentum: Muon's decay of the mean of gradients.
     weight_decay: decoupled; on every parameter.
     gradient_clip: bound on the global norm; `inf` for none.
+    kind: what makes an update of a gradient, all under the same schedule,
+      clipping and decoupled decay:
+      'adamw' keeps two moments of a parameter's size;
+      'adafactor' (https://arxiv.org/abs/1804.04235) one, as a row and a column
+      for each matrix of at least 128 by 128, with an RMS of at most 1 an
+      update; no mean of gradients, no scale by the parameters: the learning
+      rate means what it does for AdamW;
+      'muon' (https://kellerjordan.github.io/posts/muon) one of full size, which
+      it orthogonalises, for the matrices of the layers, scaled to the RMS of
+      AdamW (https://arxiv.org/abs/2502.16982); AdamW for the rest.
   """
 
   learning_rate: float = 2e-5
@@ -44,8 +61,10 @@ class OptimizerSettings:
   beta1: float = 0.9
   beta2: float = 0.95
   epsilon: float = 1e-5
+  momentum: float = 0.95
   weight_decay: float = 0.05
   gradient_clip: float = 1.0
+  kind: Literal['adamw', 'adafactor', 'muon'] = 'adamw'
 
   def validate(self, at: str) -> None:
     for name, right, wanted in (
@@ -59,6 +78,7 @@ class OptimizerSettings:
         ('final_fraction', 0 <= self.final_fraction <= 1, 'in [0, 1]'),
         ('beta1', 0 <= self.beta1 < 1, 'in [0, 1)'),
         ('beta2', 0 <= self.beta2 < 1, 'in [0, 1)'),
+        ('momentum', 0 <= self.momentum < 1, 'in [0, 1)'),
         ('epsilon', 0 < self.epsilon < np.inf, 'above 0 and finite'),
         (
             'weight_decay',
@@ -115,15 +135,55 @@ def learning_rate(
   return rate if xp is jnp else float(rate)
 
 
-def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
-  """Clips by the global norm, then AdamW under the schedule."""
-  return optax.chain(
-      optax.clip_by_global_norm(settings.gradient_clip),
-      optax.adamw(
-          lambda step: learning_rate(settings, step),
-          b1=settings.beta1,
-          b2=settings.beta2,
-          eps=settings.epsilon,
-          weight_decay=settings.weight_decay,
-      ),
+def make_optimizer(
+    settings: OptimizerSettings, sides: Any = None
+) -> optax.GradientTransformation:
+  """Clips by the global norm, then makes an update under the schedule.
+
+  Args:
+    settings: see there.
+    sides: `models.transformer.matrix_sides` of the parameters that learn, for
+      'muon'; None where it has no matrices to look at.
+  """
+  rate = lambda step: learning_rate(settings, step)
+  decay = settings.weight_decay
+  if settings.kind == 'adamw':
+    update = optax.adamw(
+        rate,
+        b1=settings.beta1,
+        b2=settings.beta2,
+        eps=settings.epsilon,
+        weight_decay=decay,
+    )
+  elif settings.kind == 'adafactor':
+    # Not `optax.adafactor`, whose decay is not multiplied by the rate.
+    update = optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=_LEAST_TO_FACTOR),
+        optax.clip_by_block_rms(1.0),
+        optax.add_decayed_weights(decay),
+        optax.scale_by_learning_rate(rate),
+    )
+  else:
+    update = optax.contrib.muon(
+        rate,
+        beta=settings.momentum,
+        eps=settings.epsilon,
+        weight_decay=decay,
+        adam_b1=settings.beta1,
+        adam_b2=settings.beta2,
+        adam_weight_decay=decay,
+        muon_weight_dimension_numbers=_dimension_numbers(sides),
+        consistent_rms=_ADAM_RMS,
+    )
+  return optax.chain(optax.clip_by_global_norm(settings.gradient_clip), update)
+
+
+def _dimension_numbers(sides: Any) -> Any:
+  """The same as optax wants to be told."""
+
+  def number(own):
+    return None if own is None else optax.contrib.MuonDimensionNumbers(*own)
+
+  return jax.tree.map(
+      number, sides, is_leaf=lambda x: x is None or isinstance(x, tuple)
   )

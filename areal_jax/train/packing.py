@@ -1,16 +1,19 @@
-"""Variable-length answers into rows of one static shape.
+"""Variable-length answers into rows of a few static shapes.
 
-A row holds several trajectories one behind another; a microbatch holds `rows`
-rows of `row_tokens` tokens, always, so that the jitted step is compiled once.
-Which trajectories share a row is decided by Algorithm 1 of
-https://arxiv.org/abs/2505.24298. What is a loss token travels in the record
-(`loss_mask`) and is never inferred from an id, so the padding id may be any
-id of the vocabulary, the end of an answer included.
+A row holds several trajectories one behind another; a microbatch holds a number
+of rows of one length. Lengths and numbers are declared (`PackingSettings`), so
+that the jitted step is compiled once for each and ahead of time. Which
+trajectories share a row is decided by Algorithm 1 of
+https://arxiv.org/abs/2505.24298; which shapes a batch takes, by what it would
+leave empty. What is a loss token travels in the record (`loss_mask`) and is
+never inferred from an id, so the padding id may be any id of the vocabulary,
+the end of an answer included.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Mapping, Sequence
 
 import numpy as np
@@ -33,23 +36,70 @@ _UNKNOWN = -1  # as `models.moe.UNKNOWN`: the router chooses itself
 _WHOLE = ('ids', 'positions', 'segment_ids', 'versions')
 
 
+# Padding that is worth a shorter row, whose attention costs less.
+_LITTLE = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """The static shape [B, T] of a microbatch."""
+
+  rows: int  # B
+  row_tokens: int  # T
+
+
 @dataclasses.dataclass
 class PackingSettings:
-  """The static shape [B, T] of a microbatch.
+  """The static shapes [B, T] of microbatches.
+
+  The largest shape is what has to fit into memory. Further ones keep padding
+  low: a batch that fills 18 rows is one microbatch of 16 and one of 2 if
+  `rows` is 16 and `fewer` names 2, where it would be two of 16. Each pair of a
+  number and a length is compiled, so a few of them are enough.
 
   Attributes:
     row_tokens: T, tokens in a row: no trajectory may be longer.
     rows: B, rows in a microbatch; divisible by the shards of the rows.
+    shorter: further row lengths below `row_tokens`, for batches of short
+      answers: attention costs by T.
+    fewer: further numbers of rows below `rows`, each divisible by the shards.
   """
 
   row_tokens: int = 256
   rows: int = 8
+  shorter: tuple[int, ...] = ()
+  fewer: tuple[int, ...] = ()
 
   def validate(self, at: str) -> None:
-    require(
-        self.row_tokens >= 2, f'{at}.row_tokens', self.row_tokens, 'at least 2'
-    )
-    require(self.rows >= 1, f'{at}.rows', self.rows, 'at least 1')
+    for name, least, more in (
+        ('row_tokens', 2, 'shorter'),
+        ('rows', 1, 'fewer'),
+    ):
+      largest, others = getattr(self, name), getattr(self, more)
+      require(largest >= least, f'{at}.{name}', largest, f'at least {least}')
+      right = all(least <= n < largest for n in others)
+      require(
+          right and len(set(others)) == len(others),
+          f'{at}.{more}',
+          others,
+          f'numbers from {least} to below {name}={largest}, each once',
+      )
+
+  @property
+  def lengths(self) -> tuple[int, ...]:
+    """Every T, ascending."""
+    return tuple(sorted({self.row_tokens, *self.shorter}))
+
+  @property
+  def numbers(self) -> tuple[int, ...]:
+    """Every B, descending."""
+    return tuple(sorted({self.rows, *self.fewer}, reverse=True))
+
+  @property
+  def shapes(self) -> tuple[Shape, ...]:
+    """Every pair of the two, the largest first."""
+    lengths = self.lengths[::-1]
+    return tuple(Shape(b, t) for t in lengths for b in self.numbers)
 
 
 def allocate(
@@ -110,12 +160,46 @@ def allocate_rows(
     ValueError: as `allocate`.
   """
   bins = allocate(lengths, capacity, minimum_bins)
-  wanted = -(-len(bins) // rows) * rows
+  return _spread(lengths, capacity, bins, -(-len(bins) // rows) * rows)
+
+
+def _spread(
+    lengths: Sequence[int],
+    capacity: int,
+    bins: list[list[int]],
+    wanted: int,
+) -> list[list[int]]:
+  """`wanted` bins, no fewer than there are; without a sequence at the end."""
   if len(bins) < wanted <= len(lengths):
     spread = allocate(lengths, capacity, wanted)
     if len(spread) == wanted:
       bins = spread
   return bins + [[] for _ in range(wanted - len(bins))]
+
+
+def cover(needed: int, numbers: Sequence[int]) -> list[int]:
+  """Numbers of rows, largest first, that hold `needed` rows together.
+
+  As few rows as can be, and among those as few microbatches.
+
+  Args:
+    needed: rows, at least 0.
+    numbers: what a microbatch may have; each may be taken again.
+  """
+  # best[n]: rows, microbatches and last number of the best cover of n rows.
+  best = [(0, 0, 0)]
+  for n in range(1, needed + 1):
+    best.append(
+        min(
+            (best[max(0, n - b)][0] + b, best[max(0, n - b)][1] + 1, b)
+            for b in numbers
+        )
+    )
+  taken = []
+  while needed > 0:
+    taken.append(best[needed][2])
+    needed -= taken[-1]
+  return sorted(taken, reverse=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,21 +212,81 @@ class Place:
   segment: int  # its segment id, from 1
 
 
-def lay(lengths: Sequence[int], settings: PackingSettings) -> list[Place]:
-  """The place of each sequence; sequences of a row stand in their order.
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Where all sequences of a minibatch lie.
+
+  Example: lengths (3, 2) with rows of 6 tokens, one a microbatch, have the
+  shapes (Shape(1, 6),) and the places (0, 0, 0, 1) and (0, 0, 3, 2).
+
+  Attributes:
+    shapes: of each microbatch; all have one T.
+    places: of each sequence.
+  """
+
+  shapes: tuple[Shape, ...]
+  places: tuple[Place, ...]
+
+
+def lay(lengths: Sequence[int], settings: PackingSettings) -> Layout:
+  """Shapes of the microbatches, and the place of each sequence.
+
+  The rows are the shortest that leave less than 5 % empty, or those that leave
+  least. Sequences of a row stand in their order. Rows stand so that those of
+  any equal contiguous parts, as data shards are, hold about as many tokens.
 
   Raises:
     ValueError: as `allocate`.
   """
-  bins = allocate_rows(lengths, settings.row_tokens, settings.rows)
+  if not lengths:
+    return Layout((), ())
+  capacity, bins, rows = _rows_of(lengths, settings)
+  bins = _spread(lengths, capacity, bins, sum(rows))
+  fullest = sorted(bins, key=lambda members: -sum(lengths[i] for i in members))
   places: dict[int, Place] = {}
-  for number, members in enumerate(bins):
-    microbatch, row = divmod(number, settings.rows)
-    start = 0
-    for segment, index in enumerate(sorted(members), start=1):
-      places[index] = Place(microbatch, row, start, segment)
-      start += lengths[index]
-  return [places[index] for index in range(len(lengths))]
+  first = 0
+  for microbatch, count in enumerate(rows):
+    own = fullest[first : first + count]
+    first += count
+    for row, members in zip(_dealt(count), own, strict=True):
+      start = 0
+      for segment, index in enumerate(sorted(members), start=1):
+        places[index] = Place(microbatch, row, start, segment)
+        start += lengths[index]
+  return Layout(
+      tuple(Shape(count, capacity) for count in rows),
+      tuple(places[index] for index in range(len(lengths))),
+  )
+
+
+def _rows_of(
+    lengths: Sequence[int], settings: PackingSettings
+) -> tuple[int, list[list[int]], list[int]]:
+  """Length of the rows, their sequences, and how many a microbatch has."""
+  found = []
+  for capacity in settings.lengths:
+    if capacity < min(max(lengths), settings.row_tokens):
+      continue
+    bins = allocate(lengths, capacity)
+    rows = cover(len(bins), settings.numbers)
+    places = sum(rows) * capacity
+    if sum(lengths) >= (1 - _LITTLE) * places:
+      return capacity, bins, rows
+    found.append((places, capacity, bins, rows))
+  return min(found, key=lambda one: one[:2])[1:]
+
+
+@functools.cache
+def _dealt(count: int) -> tuple[int, ...]:
+  """The row of each of `count` bins that come fullest first.
+
+  In order of the row's number with its bits reversed, so that neighbours in
+  fullness come to lie in different halves, quarters and so on of the rows.
+  """
+  bits = max(1, (count - 1).bit_length())
+  return tuple(
+      sorted(range(count), key=lambda row: int(f'{row:0{bits}b}'[::-1], 2))
+  )
 
 
 def gather(
@@ -155,15 +299,10 @@ def gather(
   ]
 
 
-def scatter(
-    values: Sequence[np.ndarray],
-    places: Sequence[Place],
-    settings: PackingSettings,
-) -> list[np.ndarray]:
+def scatter(values: Sequence[np.ndarray], layout: Layout) -> list[np.ndarray]:
   """[B, T] float32 of each microbatch from [T_i] of each sequence; else 0."""
-  shape = (settings.rows, settings.row_tokens)
-  rows = [np.zeros(shape, np.float32) for _ in range(_microbatches(places))]
-  for value, p in zip(values, places, strict=True):
+  rows = [np.zeros((s.rows, s.row_tokens), np.float32) for s in layout.shapes]
+  for value, p in zip(values, layout.places, strict=True):
     rows[p.microbatch][p.row, p.start : p.start + len(value)] = value
   return rows
 
@@ -179,12 +318,12 @@ def pack(
   Args:
     trajectories: scored answers.
     advantages: [T] float32 for each, in units of reward, unshifted.
-    settings: the static shape.
+    settings: the static shapes.
     routing: (L, k) of recorded choices of experts to be replayed; None if they
       are not.
 
   Returns:
-    Microbatches of [rows, row_tokens]; none for no trajectories.
+    Microbatches as `lay` says; none for no trajectories.
 
   Raises:
     ValueError: a trajectory is longer than a row, a field of it has another
@@ -246,9 +385,9 @@ def pack_pairs(
           f' packing.row_tokens={settings.row_tokens} together'
       )
     joined.append(length)
-  places = lay(joined, settings)
-  packed = [empty(settings) for _ in range(_microbatches(places))]
-  for (prompt, *answers), place in zip(pairs, places):
+  layout = lay(joined, settings)
+  packed = [empty(shape) for shape in layout.shapes]
+  for (prompt, *answers), place in zip(pairs, layout.places):
     arrays, start = packed[place.microbatch].arrays(), place.start
     for which, answer in enumerate(answers):
       length = len(prompt) + len(answer)
@@ -288,10 +427,15 @@ def padding_fraction(microbatches: Sequence[Microbatch]) -> float:
 
 
 def empty(
-    settings: PackingSettings, routing: tuple[int, int] | None = None
+    shape: Shape | PackingSettings, routing: tuple[int, int] | None = None
 ) -> Microbatch:
-  """A microbatch of padding alone, also the shapes and dtypes of any."""
-  shape = (settings.rows, settings.row_tokens)
+  """A microbatch of padding alone, also the shapes and dtypes of any.
+
+  Args:
+    shape: of it; of settings the largest.
+    routing: as for `pack`.
+  """
+  shape = (shape.rows, shape.row_tokens)
   choices = None
   if routing is not None:
     choices = np.full((*shape, *routing), _UNKNOWN, np.int16)
@@ -311,10 +455,10 @@ def _fill(
 ) -> list[Microbatch]:
   """Writes each sequence's fields into its row."""
   lengths = [len(s['ids']) for s in sequences]
-  places = lay(lengths, settings)
-  packed = [empty(settings, routing) for _ in range(_microbatches(places))]
+  layout = lay(lengths, settings)
+  packed = [empty(shape, routing) for shape in layout.shapes]
   counting = np.arange(settings.row_tokens, dtype=np.int32)
-  for sequence, length, place in zip(sequences, lengths, places):
+  for sequence, length, place in zip(sequences, lengths, layout.places):
     arrays = packed[place.microbatch].arrays()
     at = (place.row, slice(place.start, place.start + length))
     for name, value in sequence.items():
@@ -322,10 +466,6 @@ def _fill(
     arrays['positions'][at] = counting[:length]
     arrays['segment_ids'][at] = place.segment
   return packed
-
-
-def _microbatches(places: Sequence[Place]) -> int:
-  return 1 + max((place.microbatch for place in places), default=-1)
 
 
 def _check(

@@ -1,10 +1,10 @@
 """The jitted train step: microbatches in, one optimizer update out.
 
-A minibatch is cut into microbatches of one static shape [B, T]; `accumulate`
+A minibatch is cut into microbatches of a few static shapes [B, T]; `accumulate`
 adds the gradient of each to a running sum, and `apply` makes one update of it.
-The host calls them in a loop, so any number of microbatches runs the same
-compiled programs. Losses are divided by the token count of the whole
-minibatch, which is handed in, so the sum does not depend on the cut.
+The host calls them in a loop, so any number of microbatches of any of the
+shapes runs the same compiled programs. Losses are divided by the token count of
+the whole minibatch, which is handed in, so the sum does not depend on the cut.
 
 What is minimised comes in as an `Objective`; policy and supervised training
 are two of them over the same programs. Everything is compiled in `warm_up`,
@@ -36,13 +36,13 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads, lora, moe, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import Routing
-from areal_jax.train import packing
+from areal_jax.train import packing as packing_lib
 from areal_jax.train.optimizer import (
     OptimizerSettings,
     learning_rate,
     make_optimizer,
 )
-from areal_jax.train.packing import PackingSettings
+from areal_jax.train.packing import PackingSettings, Shape
 from areal_jax.train.state import Counters, Role, TrainState
 from areal_jax.types import Microbatch
 
@@ -168,7 +168,7 @@ def supervised_objective(scores: Scores, batch: Batch):
 
 
 class TrainStep:
-  """The compiled programs of training for one network, mesh and static shape.
+  """The compiled programs of training for one network and mesh.
 
   Holds no training state: states go in and come out, and those that went in
   are donated (their buffers are gone). A state may have further roles: one step
@@ -177,10 +177,10 @@ class TrainStep:
   Args:
     config: the model.
     objective: what is minimised.
-    optimizer: schedule, AdamW, clipping.
+    optimizer: schedule, clipping, and what makes an update of a gradient.
     mesh: the train mesh.
     rules: from logical axes to mesh axes; rows are cut as 'batch'.
-    shape: [B, T] of a microbatch.
+    packing: the shapes [B, T] of microbatches; each has programs of its own.
     kind: what the network says of a token: 'policy' its log-prob, 'value' what
       a critic expects before it, 'reward' the score of the sequence that ends
       with it. A critic is kept as role 'critic', the others as 'policy'.
@@ -212,7 +212,7 @@ class TrainStep:
       optimizer: OptimizerSettings,
       mesh: Mesh,
       rules: Rules,
-      shape: PackingSettings,
+      packing: PackingSettings,
       *,
       kind: NetworkKind = 'policy',
       reference: ModelConfig | None = None,
@@ -223,20 +223,20 @@ class TrainStep:
       logit_bytes: int = LOGIT_BYTES,
       replayed: tuple[int, int] | None = None,
   ):
-    shards = rules.parts('batch', mesh)
-    require(
-        shape.rows % shards == 0,
-        'packing.rows',
-        shape.rows,
-        f'a multiple of the {shards} shards of the train mesh',
-    )
+    self._shards = rules.parts('batch', mesh)
+    for rows in packing.numbers:
+      require(
+          rows % self._shards == 0,
+          'packing.rows' if rows == packing.rows else 'packing.fewer',
+          rows,
+          f'a multiple of the {self._shards} shards of the train mesh',
+      )
     self._config = config
     self._objective = objective
     self._settings = optimizer
-    self._optimizer = make_optimizer(optimizer)
     self._mesh = mesh
     self._rules = rules
-    self._shape = shape
+    self._shapes = packing.shapes
     self._kind = kind
     self.role = 'critic' if kind == 'value' else 'policy'
     self._reference = reference
@@ -244,18 +244,20 @@ class TrainStep:
     self._inputs = {'denominator': (), **(inputs or {})}
     self._recompute_proximal = recompute_proximal
     self._max_consecutive_skips = max_consecutive_skips
-    columns = config.padded_vocab_size // rules.parts('vocab', mesh)
-    of_position = 4 * columns * (shape.rows // shards)  # one a row, float32
-    self._chunk = max(1, logit_bytes // of_position)
+    self._logit_bytes = logit_bytes
     self._replayed = replayed
     self._balance = config.moe.balance if kind == 'policy' else 0.0
     self._rows = rules.sharding(
-        ('batch', 'time'), (shape.rows, shape.row_tokens), mesh
+        ('batch', 'time'), (packing.rows, packing.row_tokens), mesh
     )
     self._everywhere = NamedSharding(mesh, PartitionSpec())
     self._params = abstract_network(config, kind, mesh, rules)
     self._learns, _ = self._partition(self._params)
-    self._compiled: dict[str, jax.stages.Compiled] = {}
+    self._optimizer = make_optimizer(
+        optimizer, lora.part_of(_matrix_sides(config, kind), self._learns)
+    )
+    self._batches: dict[Shape, dict[str, jax.ShapeDtypeStruct]] = {}
+    self._compiled: dict[tuple[str, Shape | None], jax.stages.Compiled] = {}
     self._names = [
         jax.tree_util.keystr(path, simple=True, separator='/')
         for path, _ in jax.tree.leaves_with_path(self._learns)
@@ -267,14 +269,18 @@ class TrainStep:
     Args:
       more: 'score' or 'score_reference', where those are asked for.
     """
-    for name in ('initialise', 'zeros', 'accumulate', 'apply', *more):
-      self._program(name)
+    names = ['initialise', 'zeros', 'apply']
+    of_shapes = {'accumulate', *more}
     if self._recompute_proximal:
-      self._program('score')
-      self._program('accumulate_around')
+      of_shapes |= {'score', 'accumulate_around'}
     if self._balance:
-      self._program('no_load')
-      self._program('load')
+      names.append('no_load')
+      of_shapes.add('load')
+    for name in names:
+      self._program(name)
+    for name in sorted(of_shapes):
+      for shape in self._shapes:
+        self._program(name, shape)
 
   def initial_state(
       self, params: PyTree, reference: PyTree | None = None
@@ -312,14 +318,15 @@ class TrainStep:
     """Sends a microbatch to the train mesh.
 
     Args:
-      microbatch: of the static shape.
+      microbatch: of one of the static shapes.
       denominator: loss tokens of its whole minibatch, or what else the loss is
         divided by.
       version: the version that the step started from.
       **more: the other `inputs` of the step.
 
     Raises:
-      ValueError: inputs of other names than the step was built with.
+      ValueError: inputs of other names than the step was built with, or a
+        microbatch of another shape.
     """
     more = {'denominator': denominator, **more}
     if set(more) != set(self._inputs):
@@ -329,7 +336,12 @@ class TrainStep:
     arrays = microbatch.arrays()
     arrays |= {name: np.float32(value) for name, value in more.items()}
     arrays['version'] = np.int32(version)
-    return jax.device_put(arrays, _shardings(self._batch))
+    shape = Shape(*microbatch.ids.shape)
+    if shape not in self._shapes:
+      raise ValueError(
+          f'a microbatch is of {shape}, wanted one of {self._shapes}'
+      )
+    return jax.device_put(arrays, _shardings(self._batch(shape)))
 
   def rows(self, values: np.ndarray) -> Array:
     """Sends [B, T] float32 to where the rows of a microbatch lie."""
@@ -341,12 +353,13 @@ class TrainStep:
     Log-probs of a policy, which `accumulate` takes as proximal ones if the
     state is that at the start of a step; values of a critic.
     """
-    return self._program('score')(state.roles[self.role].params, batch)
+    program = self._program('score', _shape(batch))
+    return program(state.roles[self.role].params, batch)
 
   def score_reference(self, state: TrainState, batch: Batch) -> Array:
     """[B, T] log-probs under the reference policy."""
-    reference = self._reference_params(state)
-    return self._program('score_reference')(reference, batch)
+    program = self._program('score_reference', _shape(batch))
+    return program(self._reference_params(state), batch)
 
   def accumulate(
       self,
@@ -374,15 +387,18 @@ class TrainStep:
     if self._balance:
       load = self._program('no_load')()
       for batch in batches:
-        load = self._program('load')(load, roles[self.role], batch)
+        program = self._program('load', _shape(batch))
+        load = program(load, roles[self.role], batch)
       batches = [{**batch, 'load': load} for batch in batches]
     if proximal is None:
       for batch in batches:
-        total = self._program('accumulate')(total, roles, batch)
+        program = self._program('accumulate', _shape(batch))
+        total = program(total, roles, batch)
       return total
     for batch, logps in zip(batches, proximal, strict=True):
       batch = {**batch, 'proximal_logps': logps}
-      total = self._program('accumulate_around')(total, roles, batch)
+      program = self._program('accumulate_around', _shape(batch))
+      total = program(total, roles, batch)
     return total
 
   def apply(
@@ -495,9 +511,15 @@ class TrainStep:
         batch['segment_ids'],
         batch['temperatures'],
         batch['loss_mask'],
-        chunk=self._chunk,
+        chunk=self._chunk(config, len(batch['ids'])),
     )
     return logps, entropy, routing
+
+  def _chunk(self, config: ModelConfig, rows: int) -> int:
+    """Positions of each row whose logits a device may hold at once."""
+    columns = config.padded_vocab_size // self._rules.parts('vocab', self._mesh)
+    of_position = 4 * columns * (rows // self._shards)  # one a row, float32
+    return max(1, self._logit_bytes // of_position)
 
   def _score(self, params: PyTree, batch: Batch) -> Array:
     """What `score` returns, of any kind of network."""
@@ -616,34 +638,30 @@ class TrainStep:
 
   # How they are compiled.
 
-  @functools.cached_property
-  def _batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+  def _batch(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and sharding of everything that `place` sends."""
-    fields = packing.empty(self._shape, self._replayed).arrays()
-    rows = np.zeros((self._shape.rows, self._shape.row_tokens), np.float32)
-    for name, axes in self._inputs.items():
-      fields[name] = rows if axes else np.float32(0)
-    fields['version'] = np.int32(0)
-    return {
-        name: jax.ShapeDtypeStruct(
-            value.shape,
-            value.dtype,
-            sharding=self._rows if value.ndim else self._everywhere,
-        )
-        for name, value in fields.items()
-    }
+    if shape not in self._batches:
+      fields = packing_lib.empty(shape, self._replayed).arrays()
+      for name, axes in self._inputs.items():
+        fields[name] = fields['advantages'] if axes else np.float32(0)
+      fields['version'] = np.int32(0)
+      self._batches[shape] = {
+          name: jax.ShapeDtypeStruct(
+              value.shape,
+              value.dtype,
+              sharding=self._rows if value.ndim else self._everywhere,
+          )
+          for name, value in fields.items()
+      }
+    return self._batches[shape]
 
   @functools.cached_property
   def abstract_state(self) -> TrainState:
     """Shape and sharding of a state, its own roles alone."""
     learner = jax.eval_shape(self._initialise, self._params)
     learns, stays = self._partition(_shardings(self._params))
-    moments = optax.tree.map_params(
-        self._optimizer,
-        lambda _, sharding: sharding,
-        learner.optimizer,
-        learns,
-        transform_non_params=lambda _: self._everywhere,
+    moments = moment_shardings(
+        learner.optimizer, self._learns, self._everywhere
     )
     counters = jax.tree.map(lambda _: self._everywhere, learner.counters)
     placed = Role(learns, stays, moments, counters)
@@ -661,7 +679,7 @@ class TrainStep:
     """Shape and sharding of what `accumulate` sums up."""
     roles = self._scored_roles(self.abstract_state)
     (loss, (stats, routing)), gradient = jax.eval_shape(
-        self._gradient, roles, self._summed_batch
+        self._gradient, roles, self._summed_batch(self._shapes[0])
     )
     return {
         'gradient': _with_shardings(gradient, _shardings(self._learns)),
@@ -681,12 +699,11 @@ class TrainStep:
         }
     )
 
-  @functools.cached_property
-  def _summed_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+  def _summed_batch(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     """A batch as `_accumulate` takes it, without proximal log-probs."""
     if not self._balance:
-      return self._batch
-    return {**self._batch, 'load': self._abstract_load}
+      return self._batch(shape)
+    return {**self._batch(shape), 'load': self._abstract_load}
 
   def _scored_roles(self, state: TrainState) -> dict[str, PyTree]:
     """Parameters by role, as the loss takes them."""
@@ -702,17 +719,26 @@ class TrainStep:
       return held
     return lora.overlaid(state.roles[self.role].frozen, held)
 
-  def _program(self, name: str) -> jax.stages.Compiled:
-    """The compiled program of that name; `warm_up` asks for all of them."""
-    if name not in self._compiled:
-      function, arguments, donated, results = self._plan(name)
+  def _program(
+      self, name: str, shape: Shape | None = None
+  ) -> jax.stages.Compiled:
+    """The compiled program of that name; `warm_up` asks for all of them.
+
+    Args:
+      name: see `_plan`.
+      shape: of its batch; None for those that take none.
+    """
+    if (name, shape) not in self._compiled:
+      function, arguments, donated, results = self._plan(name, shape)
       jitted = jax.jit(
           function, donate_argnums=donated, out_shardings=_shardings(results)
       )
-      self._compiled[name] = jitted.lower(*arguments).compile()
-    return self._compiled[name]
+      self._compiled[name, shape] = jitted.lower(*arguments).compile()
+    return self._compiled[name, shape]
 
-  def _plan(self, name: str) -> tuple[Callable, tuple, tuple[int, ...], PyTree]:
+  def _plan(
+      self, name: str, shape: Shape | None
+  ) -> tuple[Callable, tuple, tuple[int, ...], PyTree]:
     """Function, shapes of arguments, which are donated, shapes of results."""
     state = self.abstract_state
     learner = state.roles[self.role]
@@ -721,37 +747,75 @@ class TrainStep:
     if name == 'copy':
       copy = functools.partial(jax.tree.map, jnp.copy)
       return copy, (self._learns,), (), self._learns
-    logps = self._batch['behavior_logps']
-    if name == 'score':
-      return self._score, (self._params, self._batch), (), logps
-    if name == 'score_reference':
-      arguments = (self._reference_params(state), self._batch)
-      return self._score_reference, arguments, (), logps
     if name == 'no_load':
       load = self._abstract_load
       return functools.partial(_zeros, load), (), (), load
-    if name == 'load':
-      load = self._abstract_load
-      return self._load, (load, self._params, self._batch), (0,), load
     total = self.abstract_total
     if name == 'zeros':
       return functools.partial(_zeros, total), (), (), total
-    roles = self._scored_roles(state)
-    if name == 'accumulate':
-      return self._accumulate, (total, roles, self._summed_batch), (0,), total
+    if name == 'apply':
+      teaches = self._replicated(jax.ShapeDtypeStruct((), jnp.bool_))
+      arguments = (learner, total, teaches)
+      _, outcome = jax.eval_shape(self._apply, *arguments)
+      results = (learner, self._replicated(outcome))
+      return self._apply, arguments, (0,), results
+    batch = self._batch(shape)
+    logps = batch['behavior_logps']
+    if name == 'score':
+      return self._score, (self._params, batch), (), logps
+    if name == 'score_reference':
+      arguments = (self._reference_params(state), batch)
+      return self._score_reference, arguments, (), logps
+    if name == 'load':
+      load = self._abstract_load
+      return self._load, (load, self._params, batch), (0,), load
+    roles, batch = self._scored_roles(state), self._summed_batch(shape)
     if name == 'accumulate_around':
-      batch = {**self._summed_batch, 'proximal_logps': logps}
-      return self._accumulate, (total, roles, batch), (0,), total
-    teaches = self._replicated(jax.ShapeDtypeStruct((), jnp.bool_))
-    arguments = (learner, total, teaches)
-    _, outcome = jax.eval_shape(self._apply, *arguments)
-    results = (learner, self._replicated(outcome))
-    return self._apply, arguments, (0,), results
+      batch = {**batch, 'proximal_logps': logps}
+    return self._accumulate, (total, roles, batch), (0,), total
 
   def _replicated(self, shapes: PyTree) -> PyTree:
     return _with_shardings(
         shapes, jax.tree.map(lambda _: self._everywhere, shapes)
     )
+
+
+def moment_shardings(
+    moments: PyTree, learns: PyTree, otherwise: NamedSharding
+) -> PyTree:
+  """Where the state of an optimizer lives.
+
+  Moments have the names of their parameters at the end of their own, whatever
+  the optimizer. Those of the same shape lie as their parameter does; others
+  (counts, rows and columns of a factored moment) are small and lie everywhere.
+
+  Args:
+    moments: the state, as shapes.
+    learns: parameters as `jax.ShapeDtypeStruct`s with shardings.
+    otherwise: of what has no parameter's shape.
+  """
+  known = dict(jax.tree.leaves_with_path(learns))
+
+  def place(path, leaf):
+    for start in range(len(path)):
+      own = known.get(path[start:])
+      if own is not None and own.shape == leaf.shape:
+        return own.sharding
+    return otherwise
+
+  return jax.tree.map_with_path(place, moments)
+
+
+def _matrix_sides(config: ModelConfig, kind: NetworkKind) -> PyTree:
+  """`transformer.matrix_sides` of the trunk; heads are no matrices."""
+  if kind == 'policy':
+    return transformer.matrix_sides(config)
+  trunk = transformer.matrix_sides(heads.trunk_config(config))
+  return {**trunk, **dict.fromkeys(heads.HEADS[kind])}
+
+
+def _shape(batch: Batch) -> Shape:
+  return Shape(*batch['ids'].shape)
 
 
 def _load(routing: Routing, batch: Batch) -> dict[str, Array]:

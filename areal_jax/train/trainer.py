@@ -119,7 +119,7 @@ class Minibatch:
   """The groups of one update, packed.
 
   Attributes:
-    microbatches: of the static shape.
+    microbatches: of the static shapes.
     tokens: loss tokens.
     denominator: what the loss of the policy is divided by.
     critic_denominator: what that of the critic is divided by.
@@ -170,7 +170,7 @@ def build_steps(
     reference: shape of the reference policy; None for that of the policy.
   """
   build = functools.partial(
-      TrainStep, mesh=mesh, rules=rules, shape=settings.packing,
+      TrainStep, mesh=mesh, rules=rules, packing=settings.packing,
       max_consecutive_skips=settings.max_consecutive_skips,
       replayed=_replayed(config),
   )  # fmt: skip
@@ -396,7 +396,7 @@ class Trainer:
       sizes = [len(t.ids) for t in members]
       places += [
           dataclasses.replace(place, microbatch=place.microbatch + shift)
-          for place in packing.lay(sizes, self._settings.packing)
+          for place in packing.lay(sizes, self._settings.packing).places
       ]
       lengths += sizes
       shift += len(packed)
@@ -479,13 +479,21 @@ class Trainer:
     """
     for part, batches, own in zip(minibatches, placed, jax.device_get(logps)):
       kept = policy.second_moment_keep(
-          np.stack(own),
-          np.stack([m.behavior_logps for m in part.microbatches]),
-          np.stack([m.loss_mask for m in part.microbatches]),
+          _flat(own),
+          _flat([m.behavior_logps for m in part.microbatches]),
+          _flat([m.loss_mask for m in part.microbatches]),
           threshold=self._settings.loss.second_moment,
       )
-      for batch, rows in zip(batches, kept, strict=True):
-        batch['kept'] = self._step.rows(rows)
+      ends = np.cumsum([rows.size for rows in own])
+      for batch, rows, of in zip(
+          batches, np.split(kept, ends[:-1]), own, strict=True
+      ):
+        batch['kept'] = self._step.rows(rows.reshape(of.shape))
+
+
+def _flat(microbatches: Sequence[np.ndarray]) -> np.ndarray:
+  """Every token of a minibatch; its microbatches may differ in shape."""
+  return np.concatenate([rows.ravel() for rows in microbatches])
 
 
 def mask_stale(group: Group, version: int, max_age: float) -> Group:
@@ -545,12 +553,12 @@ def prepare(
     given = found.advantages[own]
     rows = {}
     if looked.values is not None:
-      places = packing.lay([len(t.ids) for t in members], settings.packing)
+      layout = packing.lay([len(t.ids) for t in members], settings.packing)
       for name, per_token in (
           ('values', looked.values[own]),
           ('returns', found.returns[own]),
       ):
-        rows[name] = tuple(packing.scatter(per_token, places, settings.packing))
+        rows[name] = tuple(packing.scatter(per_token, layout))
     minibatches.append(
         Minibatch(
             tuple(packing.pack(members, given, settings.packing, replayed)),
@@ -715,7 +723,7 @@ def summarize(
       clipped = stats[f'clipped_{side}_sum'] / stats[f'{sign}_sum']
       values[f'clip_{side}_fraction'] = clipped
   for age in policy.AGES:
-    tokens = stats[f'age_{age}_tokens_sum']
+    tokens = stats['age_tokens_sum'][age]
     values[f'staleness_{age}_fraction'] = tokens / count
     if tokens:
       for name, of in (
@@ -723,7 +731,7 @@ def summarize(
           ('clip_fraction', 'clipped'),
           ('rejected_fraction', 'rejected'),
       ):
-        value = stats[f'age_{age}_{of}_sum'] / tokens
+        value = stats[f'age_{of}_sum'][age] / tokens
         values[f'{name}_staleness_{age}'] = value
       values |= _sample_size(stats, age)
     values |= _gaps(compared, age)
@@ -772,11 +780,11 @@ def _sample_size(
     stats: Mapping[str, float | np.ndarray], age: int
 ) -> dict[str, float]:
   """Effective sample size of the tokens of an age, as a share of them."""
-  squares = stats[f'age_{age}_weight_squared_sum']
+  squares = stats['age_weight_squared_sum'][age]
   if not squares:
     return {}
-  size = stats[f'age_{age}_weight_sum'] ** 2 / squares
-  share = size / stats[f'age_{age}_tokens_sum']
+  size = stats['age_weight_sum'][age] ** 2 / squares
+  share = size / stats['age_tokens_sum'][age]
   return {f'effective_sample_size_staleness_{age}': share}
 
 
@@ -784,32 +792,32 @@ def _gaps(
     stats: Mapping[str, float | np.ndarray], age: int
 ) -> dict[str, float]:
   """How far engine and trainer are apart on the tokens of an age."""
-  tokens = stats[f'age_{age}_tokens_sum']
+  tokens = stats['age_tokens_sum'][age]
   if not tokens:
     return {}
-  largest = stats[f'age_{age}_gap_max']
-  enough = stats[f'age_{age}_gap_below_sum'] >= 0.99 * tokens
+  largest = stats['age_gap_max'][age]
+  enough = stats['age_gap_below_sum'][age] >= 0.99 * tokens
   edge = policy.GAP_EDGES[np.argmax(enough)] if enough.any() else largest
   return {
-      f'logprob_gap_staleness_{age}': stats[f'age_{age}_gap_sum'] / tokens,
+      f'logprob_gap_staleness_{age}': stats['age_gap_sum'][age] / tokens,
       f'logprob_gap_p99_staleness_{age}': min(edge, largest),
       f'logprob_gap_max_staleness_{age}': largest,
-      f'kl_k1_staleness_{age}': stats[f'age_{age}_k1_sum'] / tokens,
-      f'kl_k3_staleness_{age}': stats[f'age_{age}_k3_sum'] / tokens,
+      f'kl_k1_staleness_{age}': stats['age_k1_sum'][age] / tokens,
+      f'kl_k3_staleness_{age}': stats['age_k3_sum'][age] / tokens,
   }
 
 
-def merged(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def merged(outcomes: Sequence[Outcome]) -> dict[str, float | np.ndarray]:
   """The statistics of several updates together.
 
-  Plain Python: an eager jax operation here would compile in a step.
+  On the host: an eager jax operation here would compile in a step.
   """
-  return {
-      name: (max if name.endswith('_max') else sum)(
-          outcome.stats[name] for outcome in outcomes
-      )
-      for name in outcomes[0].stats
-  }
+
+  def together(name):
+    values = [outcome.stats[name] for outcome in outcomes]
+    return np.max(values, 0) if name.endswith('_max') else sum(values)
+
+  return {name: together(name) for name in outcomes[0].stats}
 
 
 def _norms(outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -229,7 +229,7 @@ def test_scanned_and_recomputed_layers_have_the_same_gradient(params):
   plain = gradient(CONFIG)
   assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(plain))
   other = gradient(
-      tiny.config(lora=EVERY, qkv_bias=True, layer_loop='scan', remat=True)
+      tiny.config(lora=EVERY, qkv_bias=True, layer_loop='scan', remat='full')
   )
   jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), plain, other

@@ -309,7 +309,7 @@ ROWS, TOKENS = 2, 12
 DENSE = dataclasses.replace(POLICY, moe=MoeSettings(), layers=3)
 POLICIES = {
     'sparse': POLICY,
-    'scanned': dataclasses.replace(POLICY, layer_loop='scan', remat=True),
+    'scanned': dataclasses.replace(POLICY, layer_loop='scan', remat='full'),
     'dense': DENSE,
     'mixed': dataclasses.replace(
         DENSE, moe=MoeSettings(1, 1, DENSE.mlp_width, dense_layers=(1,))

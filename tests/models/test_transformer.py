@@ -16,7 +16,9 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
 from areal_jax.models.config import (
     AttentionSettings,
+    LoraSettings,
     ModelConfig,
+    MoeSettings,
     RopeScaling,
 )
 from tests import tiny
@@ -489,10 +491,47 @@ def test_scanned_layers_equal_unrolled_ones(params, logits, gradient, decoded):
     np.testing.assert_allclose(got, wanted, atol=5e-6)
 
 
-@pytest.mark.parametrize('loop', ['unroll', 'scan'])
-def test_recomputed_layers_have_the_same_gradient(params, gradient, loop):
-  remat = make_config(remat=True, layer_loop=loop)
-  assert_trees_close(run(remat, params)[1], gradient, 1e-6)
+@pytest.mark.parametrize(
+    'loop,remat',
+    [
+        ('unroll', 'dots'),
+        ('unroll', 'full'),
+        ('unroll', 'offload'),
+        ('scan', 'dots'),
+        ('scan', 'full'),
+        ('scan', 'offload'),
+    ],
+)
+def test_recomputed_layers_have_the_same_gradient(
+    params, gradient, loop, remat
+):
+  config = make_config(remat=remat, layer_loop=loop)
+  assert_trees_close(run(config, params)[1], gradient, 1e-6)
+
+
+def test_sides_of_matrices_are_those_of_their_products():
+  """What is summed over and what comes out, of every kind of projection."""
+  config = make_config(
+      qkv_bias=True,
+      qk_norm=True,
+      moe=MoeSettings(experts=2, chosen=1, width=8, dense_layers=(0,)),
+      lora=LoraSettings(('query', 'out'), rank=2),
+  )
+  sides = transformer.matrix_sides(config)
+  blocks = sides['blocks']
+  assert blocks['query'] == blocks['key'] == ((1,), (2, 3))
+  assert blocks['out'] == ((1, 2), (3,))
+  assert blocks['gate'] == blocks['down'] == ((1,), (2,))
+  assert blocks['expert_up'] == blocks['expert_down'] == ((2,), (3,))
+  adapters = blocks['adapters']
+  assert adapters['query'] == {'a': ((1,), (2,)), 'b': ((1,), (2, 3))}
+  assert adapters['out'] == {'a': ((1, 2), (3,)), 'b': ((1,), (2,))}
+  others = {k for k, v in blocks.items() if v is None}
+  assert others == {
+      'attention_norm', 'mlp_norm', 'query_norm', 'key_norm', 'query_bias',
+      'key_bias', 'value_bias', 'router',
+  }  # fmt: skip
+  assert sides['embedding'] is None and sides['final_norm'] is None
 
 
 def test_a_policy_on_2_x_2_devices_equals_one_device(params, logits, gradient):

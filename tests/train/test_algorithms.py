@@ -334,7 +334,7 @@ def test_advantages_are_those_of_the_critics_values():
   place = lib.packing.lay(
       [len(t.ids) for g in groups for t in g.trajectories],
       made._settings.packing,
-  )[0]
+  ).places[0]
   found = part.returns[place.microbatch][place.row][place.start :]
   found = found[: len(first.ids)][first.loss_mask > 0]
   np.testing.assert_allclose(found, wanted, atol=1e-5)
@@ -370,7 +370,7 @@ def test_kl_in_the_reward_is_that_of_the_sampled_tokens():
   trajectories = groups[0].trajectories
   places = lib.packing.lay(
       [len(t.ids) for t in trajectories], made._settings.packing
-  )
+  ).places
   total = tokens = 0.0
   for one, place in zip(trajectories, places):
     mask = one.loss_mask > 0
@@ -394,9 +394,10 @@ def test_distillation_takes_a_teachers_log_probs_for_rewards():
   (part,) = lib.prepare(
       groups, made, looked=lib.Looked(reference_logps=teacher)
   )
-  places = lib.packing.lay([len(t.ids) for t in trajectories], made.packing)
+  lengths = [len(t.ids) for t in trajectories]
+  places = lib.packing.lay(lengths, made.packing).places
   rows = [m.advantages for m in part.microbatches]
-  found = lib.packing.gather(rows, places, [len(t.ids) for t in trajectories])
+  found = lib.packing.gather(rows, places, lengths)
   for one, given, advantages in zip(trajectories, teacher, found):
     np.testing.assert_allclose(
         advantages,

@@ -72,11 +72,118 @@ def test_resume_continues_the_schedule():
   np.testing.assert_allclose(whole, wanted, atol=1e-5)
 
 
+# Kinds.
+
+MATRICES = {'blocks': {'gate': (2, 128, 160)}, 'embedding': (16, 4)}
+SIDES = {'blocks': {'gate': ((1,), (2,))}, 'embedding': None}
+
+
+def kind_of(kind, **changes):
+  values = dict(learning_rate=0.01, weight_decay=0.0, gradient_clip=np.inf)
+  return OptimizerSettings(kind=kind, **{**values, **changes})
+
+
+def drawn(seed):
+  random = np.random.default_rng(seed)
+  return jax.tree.map(
+      lambda shape: jnp.asarray(random.normal(size=shape), jnp.float32),
+      MATRICES,
+      is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+def one_update(settings, gradient, params):
+  optimizer = make_optimizer(settings, SIDES)
+  return jax.jit(optimizer.update)(gradient, optimizer.init(params), params)
+
+
+def test_adafactor_keeps_a_row_and_a_column():
+  params = drawn(0)
+  _, state = one_update(kind_of('adafactor'), drawn(1), params)
+  shapes = sorted(x.shape for x in jax.tree.leaves(state) if x.size > 1)
+  assert shapes == [(2, 128), (2, 160), (16, 4)]
+  _, adam = one_update(kind_of('adamw'), drawn(1), params)
+  size = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+  assert size(state) < size(adam) / 100
+
+
+def test_muon_makes_every_direction_of_a_matrix_equally_large():
+  """Of each layer by itself, at the RMS of AdamW; the rest is AdamW."""
+  gradient = drawn(1)
+  scale = np.array([1.0, 100.0])[:, None, None]
+  gradient['blocks']['gate'] = gradient['blocks']['gate'] * scale
+  changes, state = one_update(kind_of('muon'), gradient, drawn(0))
+  plain, _ = one_update(kind_of('adamw'), gradient, drawn(0))
+  np.testing.assert_allclose(
+      changes['embedding'], plain['embedding'], rtol=1e-5
+  )
+  for change, own in zip(changes['blocks']['gate'], gradient['blocks']['gate']):
+    sizes = np.linalg.svd(change, compute_uv=False)
+    # Newton-Schulz ends between 0.7 and 1.2; 0.2 sqrt(160) times the rate.
+    sizes = sizes / (0.01 * 0.2 * np.sqrt(160))
+    assert 0.6 < sizes.min() and sizes.max() < 1.3
+    spread = np.linalg.svd(own, compute_uv=False)
+    assert spread.max() / spread.min() > 5
+    # Downhill, and neither layer's scale matters.
+    assert np.sum(change * own) < 0
+  rms = np.sqrt(np.mean(np.square(changes['blocks']['gate']), axis=(1, 2)))
+  np.testing.assert_allclose(rms, 0.01 * 0.2, rtol=0.2)
+  momenta = [x.shape for x in jax.tree.leaves(state) if x.ndim == 3]
+  assert momenta == [(2, 128, 160)]  # one, and not AdamW's two
+
+
+def test_update_of_stacked_layers_as_one_matrix_is_seen():
+  """The fault that the test above is about: layers orthogonal to another."""
+  wrong = {'blocks': {'gate': ((0, 1), (2,))}, 'embedding': None}
+  optimizer = make_optimizer(kind_of('muon'), wrong)
+  params = drawn(0)
+  changes, _ = optimizer.update(drawn(1), optimizer.init(params), params)
+  sizes = np.linalg.svd(changes['blocks']['gate'][0], compute_uv=False)
+  assert sizes.max() / sizes.min() > 3
+
+
+@pytest.mark.parametrize('kind', ['adamw', 'adafactor', 'muon'])
+def test_decay_is_on_every_parameter_and_follows_the_rate(kind):
+  params = drawn(0)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  settings = kind_of(kind, weight_decay=0.5)
+  changes, _ = one_update(settings, zeros, params)
+  jax.tree.map(
+      lambda change, x: np.testing.assert_allclose(
+          change, -0.01 * 0.5 * x, rtol=1e-5
+      ),
+      changes,
+      params,
+  )
+
+
+@pytest.mark.parametrize('kind', ['adamw', 'adafactor', 'muon'])
+def test_warm_up_and_clipping_hold_for_every_kind(kind):
+  settings = kind_of(kind, warmup_steps=2, gradient_clip=1.0)
+  optimizer = make_optimizer(settings, SIDES)
+  update, params = jax.jit(optimizer.update), drawn(0)
+  state, norms = optimizer.init(params), []
+  for _ in range(3):
+    changes, state = update(drawn(1), state, params)
+    norms.append(float(np.linalg.norm(changes['blocks']['gate'])))
+  # Rates 0, 1/2, 1 of the peak; the gradient is the same each time.
+  assert norms[0] == 0 and norms[2] == pytest.approx(2 * norms[1], rel=0.1)
+  # Clipping comes first: ten times the gradient is the same update.
+  large = jax.tree.map(lambda g: 10 * g, drawn(1))
+  state = optimizer.init(params)
+  changes = [update(g, state, params)[1] for g in (drawn(1), large)]
+  jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-12),
+      *changes,
+  )
+
+
 @pytest.mark.parametrize(
     'field,value',
     [
         ('learning_rate', -1.0),
         ('beta1', 1.0),
+        ('momentum', 1.0),
         ('epsilon', 0.0),
         ('gradient_clip', 0.0),
         ('final_fraction', 1.5),

@@ -1,6 +1,8 @@
 """Packing: Algorithm 1, static shapes, and nothing lost or moved."""
 
 import dataclasses
+import json
+import re
 
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
@@ -181,3 +183,107 @@ def test_choices_of_experts_stay_with_their_tokens():
     packing.pack(parts, given, settings, (3, 2))
   with pytest.raises(ValueError, match='experts None, wanted'):
     packing.pack([trajectory([1], [1])], [np.ones(1)], settings, (2, 2))
+
+
+# Shapes.
+
+
+def test_rows_are_covered_by_few_shapes_by_hand():
+  assert packing.cover(18, (16, 4, 2)) == [16, 2]
+  assert packing.cover(32, (16, 4, 2)) == [16, 16]
+  assert packing.cover(15, (16, 4, 2)) == [16]  # and not 4 + 4 + 4 + 4
+  assert packing.cover(6, (4, 3)) == [3, 3]  # the largest first would leave 2
+  assert packing.cover(0, (4,)) == []
+
+
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(
+    strategies.integers(1, 25),
+    strategies.sets(strategies.integers(1, 9), min_size=1, max_size=3),
+)
+def test_no_cover_has_fewer_rows(needed, numbers):
+  found = packing.cover(needed, sorted(numbers))
+  assert set(found) <= numbers
+  sums = {0}  # every sum of numbers, by trying
+  for _ in range(needed):
+    sums |= {total + n for total in sums for n in numbers if total < needed}
+  assert sum(found) == min(total for total in sums if total >= needed)
+
+
+def test_short_answers_get_short_rows():
+  settings = packing.PackingSettings(16, 4, shorter=(4, 8), fewer=(1, 2))
+  shapes = lambda lengths: packing.lay(lengths, settings).shapes
+  # All of them leave nothing empty; the shortest costs least attention.
+  assert shapes([4, 4, 4, 4]) == (packing.Shape(4, 4),)
+  # Rows of 4 would leave a quarter empty, rows of 8 only a tenth less.
+  assert shapes([3, 3, 3, 3, 3, 1]) == (packing.Shape(1, 16),)
+  assert shapes([5, 3]) == (packing.Shape(1, 8),)
+  assert shapes([9, 7, 16, 16, 16, 16]) == (
+      packing.Shape(4, 16),
+      packing.Shape(1, 16),
+  )
+
+
+@pytest.mark.parametrize(
+    'changes,words',
+    [
+        ({'shorter': (256,)}, r'shorter is \(256,\), wanted numbers from 2 to'),
+        ({'fewer': (0,)}, r'fewer is \(0,\), wanted numbers from 1 to below'),
+        ({'fewer': (2, 2)}, 'fewer is .*each once'),
+        ({'row_tokens': 1}, 'row_tokens is 1, wanted at least 2'),
+    ],
+)
+def test_bad_shapes_are_refused(changes, words):
+  with pytest.raises(ConfigError, match=f'at.{words}'):
+    packing.PackingSettings(**changes).validate('at')
+
+
+# Padding and balance, on lengths as they come.
+
+REAL = packing.PackingSettings(1024, 32, shorter=(512,), fewer=(4, 8, 16))
+
+
+@pytest.fixture(scope='module')
+def lengths(data_dir):
+  """Tokens of prompt and answer, 1,024 at once: GSM8K's, and a long tail."""
+  lines = (data_dir / 'datasets/gsm8k_train.jsonl').read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  # Numbers digit by digit, words and signs: within a tenth of Qwen's tokens.
+  count = lambda text: len(re.findall(r'\d|[A-Za-z]+|[^\sA-Za-z\d]', text))
+  real = np.array([count(r['question']) + count(r['answer']) for r in rows])
+  random = np.random.default_rng(0)
+  tail = random.lognormal(np.log(80), 1.0, 8 * 1024)
+  return {
+      'gsm8k': random.choice(real, (8, 1024)),
+      'long tail': 64 + np.minimum(tail, 960).astype(int).reshape(8, 1024),
+  }
+
+
+def filled(layout, lengths):
+  """Tokens in each row of each microbatch."""
+  rows = [np.zeros(shape.rows, int) for shape in layout.shapes]
+  for place, length in zip(layout.places, lengths, strict=True):
+    rows[place.microbatch][place.row] += length
+  return rows
+
+
+@pytest.mark.parametrize('kind', ['gsm8k', 'long tail'])
+def test_little_is_padding_and_shards_are_even(kind, lengths):
+  for batch in lengths[kind].tolist():
+    layout = packing.lay(batch, REAL)
+    places = sum(s.rows * s.row_tokens for s in layout.shapes)
+    assert sum(batch) > 0.95 * places
+    for shards in (2, 4):
+      held = sum(
+          rows.reshape(shards, -1).sum(1) for rows in filled(layout, batch)
+      )
+      assert held.max() < 1.05 * held.mean() and held.min() > 0.95 * held.mean()
+
+
+def test_rows_left_empty_are_shared_out():
+  layout = packing.lay([16] * 5, packing.PackingSettings(16, 8))
+  (rows,) = filled(layout, [16] * 5)
+  assert rows.reshape(4, 2).sum(1).tolist() == [32, 16, 16, 16]
+  assert rows.reshape(2, 4).sum(1).tolist() == [48, 32]
+  # In order of fullness the last of four shards would have had nothing to do.
+  assert sorted(rows, reverse=True) == [16] * 5 + [0] * 3

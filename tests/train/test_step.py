@@ -12,10 +12,11 @@ from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh import slices
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import moe, transformer
-from areal_jax.models.config import ModelConfig, MoeSettings
-from areal_jax.train import packing
+from areal_jax.models.config import LoraSettings, ModelConfig, MoeSettings
+from areal_jax.telemetry.events import EventLog
+from areal_jax.train import checkpoint, packing
 from areal_jax.train.optimizer import OptimizerSettings
-from areal_jax.train.packing import PackingSettings
+from areal_jax.train.packing import PackingSettings, Shape
 from areal_jax.train.step import (
     NonFiniteError,
     TrainStep,
@@ -44,14 +45,16 @@ def train_mesh(fsdp):
   return slices.cut(jax.devices(), settings).train
 
 
-def policy_step(mesh, **changes):
+def policy_step(
+    mesh, config=CONFIG, optimizer=OPTIMIZER, shape=SHAPE, **changes
+):
   return TrainStep(
-      CONFIG,
+      config,
       policy_objective(PolicyLoss()),
-      OPTIMIZER,
+      optimizer,
       mesh,
       RULES,
-      SHAPE,
+      shape,
       **changes,
   )
 
@@ -364,25 +367,226 @@ def test_gap_is_summed_by_age(step, mesh):
   batch = step.place(aged, 16.0, 7)
   stats = jax.device_get(step.accumulate(state, [batch])['stats'])
   buckets = range(4)
-  tokens = [stats[f'age_{age}_tokens_sum'] for age in buckets]
+  tokens = stats['age_tokens_sum'].tolist()
   mask = right.loss_mask > 0
   assert tokens == [(mask & (np.minimum(ages, 3) == b)).sum() for b in buckets]
   assert min(tokens) > 0
   # One version later every token is one older, and only the last two merge.
   later = step.place(aged, 16.0, 8)
   moved = jax.device_get(step.accumulate(state, [later])['stats'])
-  gaps = [stats[f'age_{age}_gap_sum'] for age in buckets]
+  gaps = stats['age_gap_sum']
   assert sum(gaps) == pytest.approx(float(stats['gap_sum']), rel=1e-5)
   expected = [0.0, gaps[0], gaps[1], gaps[2] + gaps[3]]
-  np.testing.assert_allclose(
-      [moved[f'age_{age}_gap_sum'] for age in buckets], expected, rtol=1e-5
-  )
+  np.testing.assert_allclose(moved['age_gap_sum'], expected, rtol=1e-5)
 
 
 def test_rows_that_do_not_divide_are_refused():
   devices = np.array(jax.devices()).reshape(8, 1)
   with pytest.raises(ConfigError, match='packing.rows is 4.*multiple of the 8'):
     policy_step(jax.sharding.Mesh(devices, slices.AXES))
+
+
+# Several shapes.
+
+
+def test_shapes_mix_in_one_minibatch(mesh, whole):
+  """Each has programs of its own, and sums add up across them."""
+  shapes = PackingSettings(row_tokens=32, rows=4, shorter=(16,), fewer=(2,))
+  step = policy_step(mesh, shape=shapes)
+  state = fresh_state(step, mesh)
+  first, second = packing.empty(Shape(2, 16)), packing.empty(Shape(4, 32))
+  for cut, chosen in ((first, answers()[:2]), (second, answers()[2:])):
+    for row, sequence in enumerate(chosen):
+      _write(cut.arrays(), sequence, row, 0, 1)
+  total = jax.device_get(total_of(step, state, [first, second], 16.0))
+  assert_same(total, whole, rtol=1e-5, atol=1e-6)
+  with pytest.raises(ValueError, match=r'rows=1, row_tokens=16.*wanted one of'):
+    step.place(packing.empty(Shape(1, 16)), 16.0, 0)
+
+
+def test_fewer_rows_that_do_not_divide_are_refused(mesh):
+  with pytest.raises(
+      ConfigError, match='packing.fewer is 3.*multiple of the 2'
+  ):
+    policy_step(mesh, shape=PackingSettings(32, 4, fewer=(3,)))
+
+
+# Memory, by what the compiler says of its programs.
+
+
+def memory_of(step, name, shape=Shape(4, 32)):
+  of_batch = name not in ('apply', 'zeros')
+  program = step._program(name, shape if of_batch else None)
+  return program.memory_analysis()
+
+
+def size_of(tree):
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def test_buffers_are_donated(step, mesh):
+  """The new state lies where the old one did, and so do the sums."""
+  alone = train_mesh(1)
+  one = policy_step(alone)
+  state = fresh_state(one, alone)
+  assert memory_of(one, 'apply').alias_size_in_bytes >= size_of(
+      (state.policy.trainable, state.policy.optimizer)
+  )
+  assert memory_of(one, 'accumulate').alias_size_in_bytes >= size_of(
+      state.policy.trainable
+  )
+  state = fresh_state(step, mesh)
+  total = total_of(step, state, [one_row_each(answers())])
+  step.apply(state, total, teaches=True)
+  gone = jax.tree.leaves((state.policy.trainable, state.policy.optimizer))
+  assert all(leaf.is_deleted() for leaf in gone)
+  # The sums are let go of by the caller; they cannot be the new parameters.
+  assert not any(g.is_deleted() for g in jax.tree.leaves(total['gradient']))
+
+
+def test_logits_are_never_all_there():
+  """Memory does not follow tokens times vocabulary; see `logit_bytes`."""
+  alone = train_mesh(1)
+  config = dataclasses.replace(CONFIG, vocab_size=4096)
+  logits = 4 * 8 * 256 * 4096  # 32 MiB
+
+  def temporary(rows, logit_bytes):
+    shape = PackingSettings(256, rows)
+    step = policy_step(
+        alone, config=config, shape=shape, logit_bytes=logit_bytes
+    )
+    memory = memory_of(step, 'accumulate', Shape(rows, 256))
+    return memory.temp_size_in_bytes
+
+  few = temporary(8, 2**20)
+  assert few < logits / 4
+  assert temporary(16, 2**20) - few < logits / 8  # twice the tokens
+  # Planted fault: all at once. The loss holds several arrays of that size.
+  assert temporary(8, 2**30) > 2 * logits
+
+
+def test_less_of_a_layer_is_kept_where_it_is_computed_again():
+  alone = train_mesh(1)
+  deep = dataclasses.replace(CONFIG, layers=8, layer_loop='scan')
+  shape = PackingSettings(64, 8)
+  kept = {}
+  for remat in ('none', 'dots', 'full', 'offload'):
+    config = dataclasses.replace(deep, remat=remat)
+    step = policy_step(alone, config=config, shape=shape)
+    memory = memory_of(step, 'accumulate', Shape(8, 64))
+    kept[remat] = memory.temp_size_in_bytes
+  assert kept['full'] < kept['dots'] < kept['none']
+  # A layer's input is all that 'full' keeps of each.
+  stream = 4 * 8 * 64 * CONFIG.width
+  assert kept['full'] < kept['none'] - 7 * 2 * stream
+
+
+def test_bfloat16_computes_and_float32_is_kept(mesh):
+  """Steps too small for bfloat16 add up in the parameters."""
+  config = dataclasses.replace(CONFIG, compute_dtype='bfloat16')
+  small = OptimizerSettings(learning_rate=1e-5, weight_decay=0.0)
+  step = policy_step(mesh, config=config, optimizer=small)
+  state = fresh_state(step, mesh)
+  before = jax.device_get(state.policy.trainable)
+  program = step._program('accumulate', Shape(4, 32)).as_text()
+  assert 'bf16' in program
+  for _ in range(3):
+    total = total_of(step, state, [one_row_each(answers())])
+    assert {g.dtype for g in jax.tree.leaves(total['gradient'])} == {
+        np.dtype(np.float32)
+    }
+    state, _ = step.apply(state, total, teaches=True)
+  moved = state.policy
+  floats = {
+      leaf.dtype
+      for leaf in jax.tree.leaves((moved.trainable, moved.optimizer))
+      if leaf.ndim
+  }
+  assert floats == {np.dtype(np.float32)}
+  norm = np.asarray(moved.trainable['final_norm'])
+  assert np.any(norm != before['final_norm'])
+  # Planted fault: kept in bfloat16 it would not have moved at all.
+  as_bfloat16 = norm.astype(jax.numpy.bfloat16)
+  np.testing.assert_array_equal(
+      as_bfloat16, before['final_norm'].astype(jax.numpy.bfloat16)
+  )
+
+
+# Optimizers.
+
+KINDS = ('adamw', 'adafactor', 'muon')
+
+
+def optimizer_of(kind):
+  return OptimizerSettings(kind=kind, learning_rate=1e-2, weight_decay=0.1)
+
+
+def supervised_step(mesh, kind):
+  return TrainStep(
+      CONFIG, supervised_objective, optimizer_of(kind), mesh, RULES, SHAPE
+  )
+
+
+def updated(step, state, count):
+  """The state after so many updates on one minibatch, and their losses."""
+  placed = [step.place(one_row_each(answers()), 16.0, 0)]
+  outcomes = []
+  for _ in range(count):
+    total = step.accumulate(state, placed)
+    state, outcome = step.apply(state, total, teaches=True)
+    outcomes.append(outcome)
+  return state, [o.loss for o in step.fetch(outcomes, 0)]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_every_optimizer_learns_on_shards_as_on_one_device(
+    kind, mesh, tmp_path
+):
+  """Its state lies with its parameters and survives a checkpoint."""
+  step = supervised_step(mesh, kind)
+  state, losses = updated(step, fresh_state(step, mesh), 12)
+  assert losses[-1] < 0.7 * losses[0]
+  for leaf, sharding in zip(
+      jax.tree.leaves(state.policy.optimizer),
+      jax.tree.leaves(step.state_shardings().policy.optimizer),
+      strict=True,
+  ):
+    assert leaf.sharding == sharding
+    if leaf.ndim > 1:  # a count and the coefficients of Muon are whole
+      assert not sharding.is_fully_replicated
+  # Written, read, and gone on with: the same as without.
+  writer = checkpoint.Checkpointer(
+      tmp_path / 'checkpoints',
+      checkpoint.CheckpointSettings(),
+      events=EventLog(None),
+  )
+  writer.save(1, dataclasses.replace(state, version=1), {})
+  writer.close()
+  saved, _ = checkpoint.latest(tmp_path / 'checkpoints')
+  restored = checkpoint.restore_state(saved, step.abstract_state)
+  assert_same(held(restored), held(state))
+  assert updated(step, restored, 2)[1] == updated(step, state, 2)[1]
+  # One device, where sums are in another order.
+  alone = train_mesh(1)
+  other = supervised_step(alone, kind)
+  _, wanted = updated(other, fresh_state(other, alone), 12)
+  np.testing.assert_allclose(losses, wanted, rtol=2e-3)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_what_does_not_learn_has_no_optimizer_state(kind):
+  alone = train_mesh(1)
+  config = dataclasses.replace(
+      CONFIG, lora=LoraSettings(('query', 'down'), rank=2)
+  )
+  step = policy_step(alone, config=config, optimizer=optimizer_of(kind))
+  state = step.abstract_state.policy
+  adapters = {leaf.shape for leaf in jax.tree.leaves(state.trainable)}
+  moments = {leaf.shape for leaf in jax.tree.leaves(state.optimizer)}
+  # Counts, the coefficients of Muon, and what Adafactor does not factor.
+  assert {shape for shape in moments if len(shape) > 1} == adapters
+  frozen = {leaf.shape for leaf in jax.tree.leaves(state.frozen)}
+  assert not moments & frozen - {(1,)}
 
 
 # Experts.
