@@ -35,9 +35,7 @@ def experiment(data_dir, folder, **changes):
 @pytest.mark.timeout(300)
 def test_stories_learn_to_speak_and_rate_zero_does_not(data_dir, tmp_path):
   learnt = session.run(experiment(data_dir, tmp_path)).summary
-  still = session.run(
-      experiment(data_dir, tmp_path, learning_rate=0.0)
-  ).summary
+  still = session.run(experiment(data_dir, tmp_path, learning_rate=0.0)).summary
   assert still['eval_score_after'] < 0.2
   assert learnt['eval_score_after'] > still['eval_score_after'] + 0.3
   assert learnt['engine_trainer_logprob_gap_max'] < 1e-4

@@ -9,6 +9,8 @@ such minibatches leave alone and checkpoints carry.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -143,47 +145,75 @@ def make_optimizer(
   Args:
     settings: see there.
     sides: `models.transformer.matrix_sides` of the parameters that learn, for
-      'muon'; None where it has no matrices to look at.
+      'muon'; not looked at by the others.
   """
   rate = lambda step: learning_rate(settings, step)
-  decay = settings.weight_decay
-  if settings.kind == 'adamw':
-    update = optax.adamw(
-        rate,
-        b1=settings.beta1,
-        b2=settings.beta2,
-        eps=settings.epsilon,
-        weight_decay=decay,
-    )
-  elif settings.kind == 'adafactor':
-    # Not `optax.adafactor`, whose decay is not multiplied by the rate.
-    update = optax.chain(
-        optax.scale_by_factored_rms(min_dim_size_to_factor=_LEAST_TO_FACTOR),
-        optax.clip_by_block_rms(1.0),
-        optax.add_decayed_weights(decay),
-        optax.scale_by_learning_rate(rate),
-    )
-  else:
-    update = optax.contrib.muon(
-        rate,
-        beta=settings.momentum,
-        eps=settings.epsilon,
-        weight_decay=decay,
-        adam_b1=settings.beta1,
-        adam_b2=settings.beta2,
-        adam_weight_decay=decay,
-        muon_weight_dimension_numbers=_dimension_numbers(sides),
-        consistent_rms=_ADAM_RMS,
-    )
-  return optax.chain(optax.clip_by_global_norm(settings.gradient_clip), update)
+  update = {'adamw': _adamw, 'adafactor': _adafactor}.get(settings.kind)
+  if update is None:
+    update = functools.partial(_muon, sides=sides)
+  return optax.chain(
+      optax.clip_by_global_norm(settings.gradient_clip), update(settings, rate)
+  )
 
 
-def _dimension_numbers(sides: Any) -> Any:
-  """The same as optax wants to be told."""
+def _adamw(
+    settings: OptimizerSettings, rate: optax.Schedule
+) -> optax.GradientTransformation:
+  return optax.adamw(
+      rate,
+      b1=settings.beta1,
+      b2=settings.beta2,
+      eps=settings.epsilon,
+      weight_decay=settings.weight_decay,
+  )
 
-  def number(own):
-    return None if own is None else optax.contrib.MuonDimensionNumbers(*own)
 
-  return jax.tree.map(
-      number, sides, is_leaf=lambda x: x is None or isinstance(x, tuple)
+def _adafactor(
+    settings: OptimizerSettings, rate: optax.Schedule
+) -> optax.GradientTransformation:
+  """Not `optax.adafactor`, whose decay is not multiplied by the rate."""
+  return optax.chain(
+      optax.scale_by_factored_rms(min_dim_size_to_factor=_LEAST_TO_FACTOR),
+      optax.clip_by_block_rms(1.0),
+      optax.add_decayed_weights(settings.weight_decay),
+      optax.scale_by_learning_rate(rate),
+  )
+
+
+def _muon(
+    settings: OptimizerSettings, rate: optax.Schedule, sides: Any
+) -> optax.GradientTransformation:
+  """Muon for the matrices, AdamW for the rest.
+
+  Not `optax.contrib.muon`, whose AdamW has Muon's Nesterov momentum too.
+  """
+  is_leaf = lambda x: x is None or isinstance(x, tuple)
+  kinds = jax.tree.map(
+      lambda own: 'adamw' if own is None else 'muon', sides, is_leaf=is_leaf
+  )
+  numbers = jax.tree.map(
+      lambda own: optax.MaskedNode()
+      if own is None
+      else optax.contrib.MuonDimensionNumbers(*own),
+      sides,
+      is_leaf=is_leaf,
+  )
+
+  def at_adams_rms(x, own):
+    # An orthogonal matrix has the RMS 1 / sqrt(its longer side).
+    longest = max(math.prod(x.shape[i] for i in side) for side in own)
+    return _ADAM_RMS * math.sqrt(longest) * x
+
+  matrices = optax.chain(
+      optax.contrib.scale_by_muon(
+          beta=settings.momentum, weight_dimension_numbers=numbers
+      ),
+      optax.stateless(
+          lambda updates, _: jax.tree.map(at_adams_rms, updates, numbers)
+      ),
+      optax.add_decayed_weights(settings.weight_decay),
+      optax.scale_by_learning_rate(rate),
+  )
+  return optax.partition(
+      {'muon': matrices, 'adamw': _adamw(settings, rate)}, kinds
   )
