@@ -13,7 +13,7 @@ another, because a checkpoint holds thousands of short ones.
 
 from __future__ import annotations
 
-import collections
+import collections.abc
 import dataclasses
 import enum
 import functools
@@ -28,7 +28,7 @@ from areal_jax import types
 
 _TAG = '!'
 _TREE = 'tree'
-_AS_THEY_ARE = (int, str, bool, type(None))
+_AS_THEY_ARE = frozenset({int, str, bool, type(None)})
 _CLASSES = {
     name: value
     for name, value in vars(types).items()
@@ -44,7 +44,7 @@ def dumps(value: Any) -> bytes:
     TypeError: something in it is of another type; says where and what.
   """
   arrays = _Arrays()
-  tree = _encoded(value, 'value', arrays)
+  tree = _encoded(value, None, arrays)
   text = json.dumps(tree, separators=(',', ':')).encode()
   members = {key: np.concatenate(parts) for key, parts in arrays.parts.items()}
   file = io.BytesIO()
@@ -73,70 +73,89 @@ class _Arrays:
   """Arrays put one behind another, by dtype and inner shape."""
 
   def __init__(self):
-    self.parts: dict[str, list[np.ndarray]] = collections.defaultdict(list)
-    self._lengths: collections.Counter[str] = collections.Counter()
+    self.parts: dict[str, list[np.ndarray]] = {}
+    self._lengths: dict[str, int] = {}
 
   def add(self, array: np.ndarray) -> list[Any]:
     """Takes an array in; returns where it lies: [member, start, shape]."""
-    inner = array.shape[1:] if array.ndim else ()
-    key = '-'.join([array.dtype.str[1:], *map(str, inner)])
+    shape = array.shape
+    key = _member(array.dtype, shape[1:])
     if array.dtype.byteorder == '>':
       array = array.astype(array.dtype.newbyteorder('<'))
-    start = self._lengths[key]
-    whole = array if array.ndim else array.reshape(1)
-    self.parts[key].append(whole)
-    self._lengths[key] += len(whole)
-    return [key, start, list(array.shape)]
+    if not shape:
+      array = array.reshape(1)
+    start = self._lengths.get(key, 0)
+    self.parts.setdefault(key, []).append(array)
+    self._lengths[key] = start + len(array)
+    return [key, start, list(shape)]
 
 
-def _encoded(value: Any, at: str, arrays: _Arrays) -> Any:
-  """The value as JSON holds it, its arrays put aside."""
-  if type(value) in _AS_THEY_ARE:  # most of what is met, so it comes first
+@functools.cache
+def _member(dtype: np.dtype, inner: tuple[int, ...]) -> str:
+  """Name of the member for arrays of this dtype and inner shape."""
+  return '-'.join([dtype.str[1:], *map(str, inner)])
+
+
+# Where a value stands, for a message that is almost never needed: the place of
+# what holds it, and what leads on from there, a text or an index.
+_At = tuple[Any, str | int] | None
+
+
+def _place(at: _At) -> str:
+  """`value.trajectories[3].ids`, say."""
+  if at is None:
+    return 'value'
+  held, step = at
+  return _place(held) + (f'[{step}]' if isinstance(step, int) else step)
+
+
+def _encoded(value: Any, at: _At, arrays: _Arrays) -> Any:
+  """The value as JSON holds it, its arrays put aside.
+
+  A step's groups are thousands of values, so what is met most comes first and
+  a place becomes text only where it is told.
+  """
+  kind = type(value)
+  if kind in _AS_THEY_ARE:
     return value
-  if isinstance(value, enum.Enum):  # before text and number, which some are
-    return {_TAG: _class_of(value, at), 'value': value.value}
-  if value is None or isinstance(value, (bool, int, str)):
-    return value
-  if isinstance(value, np.generic):  # before float, which one of them is
-    return {_TAG: 'scalar', 'at': arrays.add(np.asarray(value))}
-  if isinstance(value, float):
+  if kind is float:
     if math.isfinite(value):
-      return float(value)
-    return {_TAG: 'float', 'value': str(float(value))}
-  if isinstance(value, np.ndarray):
+      return value
+    return {_TAG: 'float', 'value': str(value)}
+  if kind is np.ndarray:
     if value.dtype.hasobject or value.dtype.names:
-      raise TypeError(f'{at} is an array of {value.dtype}, wanted numbers')
+      raise TypeError(f'{_place(at)} is an array of {value.dtype}, wanted'
+                      ' numbers')  # fmt: skip
     return {_TAG: 'array', 'at': arrays.add(value)}
-  if dataclasses.is_dataclass(value) and not isinstance(value, type):
-    fields = {
-        name: _encoded(getattr(value, name), f'{at}.{name}', arrays)
-        for name in _field_names(type(value))
-    }
-    return {_TAG: _class_of(value, at), **fields}
-  if isinstance(value, Mapping):
+  if kind is tuple or kind is list:
+    items = [_encoded(v, (at, i), arrays) for i, v in enumerate(value)]
+    return items if kind is list else {_TAG: 'tuple', 'items': items}
+  if _CLASSES.get(kind.__name__) is kind:
+    if issubclass(kind, enum.Enum):
+      return {_TAG: kind.__name__, 'value': value.value}
+    fields = {_TAG: kind.__name__}
+    for name, step in _fields(kind):
+      fields[name] = _encoded(getattr(value, name), (at, step), arrays)
+    return fields
+  if isinstance(value, np.generic):
+    return {_TAG: 'scalar', 'at': arrays.add(np.asarray(value))}
+  if isinstance(value, collections.abc.Mapping):
     for key in value:
       if not isinstance(key, str) or key == _TAG:
-        raise TypeError(f'{at} has the key {key!r}, wanted text but {_TAG!r}')
-    return {k: _encoded(v, f'{at}[{k!r}]', arrays) for k, v in value.items()}
-  if isinstance(value, (tuple, list)):
-    items = [_encoded(v, f'{at}[{i}]', arrays) for i, v in enumerate(value)]
-    return items if isinstance(value, list) else {_TAG: 'tuple', 'items': items}
+        raise TypeError(
+            f'{_place(at)} has the key {key!r}, wanted text but {_TAG!r}'
+        )
+    return {k: _encoded(v, (at, f'[{k!r}]'), arrays) for k, v in value.items()}
   raise TypeError(
-      f'{at} is a {type(value).__name__}, wanted a record of types.py, a tuple,'
-      ' list or mapping, a numpy array, a number, text or None'
+      f'{_place(at)} is a {kind.__name__}, wanted a record of types.py, a'
+      ' tuple, list or mapping, a numpy array, a number, text or None'
   )
 
 
 @functools.cache
-def _field_names(kind: type) -> tuple[str, ...]:
-  return tuple(field.name for field in dataclasses.fields(kind))
-
-
-def _class_of(value: Any, at: str) -> str:
-  name = type(value).__name__
-  if _CLASSES.get(name) is not type(value):
-    raise TypeError(f'{at} is a {name}, wanted a record of types.py')
-  return name
+def _fields(kind: type) -> tuple[tuple[str, str], ...]:
+  """Names of a record's fields, and the texts that lead to them."""
+  return tuple((f.name, f'.{f.name}') for f in dataclasses.fields(kind))
 
 
 def _decoded(value: Any, members: Mapping[str, np.ndarray]) -> Any:

@@ -217,16 +217,32 @@ def token_advantages(
         f'turn_ids is None with turn_discount {settings.turn_discount}, wanted'
         ' N arrays [T_i]'
     )
-  lengths = np.array([mask.sum() for mask in masks], np.int64)
+  for name, x in (
+      ('values', values),
+      ('token_rewards', token_rewards),
+      ('turn_ids', turn_ids),
+  ):
+    _check_shapes(name, x, masks)
+  lengths = np.array([np.count_nonzero(mask) for mask in masks], np.int64)
   shaped = shape_rewards(settings, rewards, lengths)
   sequence = normalize(shaped, group_ids, settings.sequences)
+  undiscounted = settings.gamma == settings.lam == settings.turn_discount == 1
+  if undiscounted and values is None and token_rewards is None:
+    # The whole batch at once: one sequence after another takes the host longer
+    # than it takes a small policy to decode as many tokens.
+    whole = _everywhere(sequence, masks)
+    if settings.tokens.mean == settings.tokens.std == 'none':
+      return TokenAdvantages(whole, whole)
+    return TokenAdvantages(
+        normalize_tokens(whole, group_ids, masks, settings.tokens), whole
+    )
   raw, returns = [], []
   for index, mask in enumerate(masks):
-    given = [None if x is None else x[index] for x in (values, token_rewards)]
-    turns = None if turn_ids is None else turn_ids[index]
-    advantage, result = _spread(
-        settings, float(sequence[index]), mask, *given, turns, index
-    )
+    given = [
+        None if x is None else x[index]
+        for x in (values, token_rewards, turn_ids)
+    ]
+    advantage, result = _spread(settings, float(sequence[index]), mask, *given)
     raw.append(advantage)
     returns.append(result)
   return TokenAdvantages(
@@ -464,19 +480,8 @@ def _spread(
     values: np.ndarray | None,
     token_rewards: np.ndarray | None,
     turn_ids: np.ndarray | None,
-    index: int,
 ) -> tuple[np.ndarray, np.ndarray]:
   """`gae` of one sequence on the host: advantages and returns, [T] float32."""
-  for name, x in (
-      ('values', values),
-      ('token_rewards', token_rewards),
-      ('turn_ids', turn_ids),
-  ):
-    if x is not None and np.shape(x) != mask.shape:
-      raise ValueError(
-          f'{name}[{index}] has shape {np.shape(x)}, wanted that of its'
-          f' loss_mask, {mask.shape}'
-      )
   places = np.flatnonzero(mask)
   count = places.size
   advantages = np.zeros(mask.shape, np.float32)
@@ -506,6 +511,28 @@ def _spread(
     result = np.full(count, delta[-1])
   advantages[places], returns[places] = result, result + own
   return advantages, returns
+
+
+def _everywhere(x: np.ndarray, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+  """x [N] on every token of its mask, else 0; N arrays [T_i] float32."""
+  if not masks:
+    return []
+  sizes = [mask.size for mask in masks]
+  joined = np.where(
+      np.concatenate(masks), np.repeat(x, sizes), np.float32(0)
+  ).astype(np.float32)
+  return np.split(joined, np.cumsum(sizes)[:-1])
+
+
+def _check_shapes(
+    name: str, x: Sequence[np.ndarray] | None, masks: Sequence[np.ndarray]
+) -> None:
+  for index, mask in enumerate(masks if x is not None else ()):
+    if np.shape(x[index]) != mask.shape:
+      raise ValueError(
+          f'{name}[{index}] has shape {np.shape(x[index])}, wanted that of its'
+          f' loss_mask, {mask.shape}'
+      )
 
 
 def _centred(x: np.ndarray, group: np.ndarray, others: bool) -> np.ndarray:

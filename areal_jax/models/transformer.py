@@ -473,19 +473,28 @@ def matrix_sides(config: ModelConfig) -> Params:
   )
 
 
+def reads_apart(
+    config: ModelConfig, mesh: Mesh | None, rules: Rules | None
+) -> bool:
+  """Whether `layers_apart` takes parameters apart."""
+  on_cpu = _Layout(mesh, rules).platform == 'cpu'
+  return on_cpu and config.layer_loop != 'scan'
+
+
 def layers_apart(
     config: ModelConfig, params: Params, mesh: Mesh | None, rules: Rules | None
 ) -> Params:
   """The same parameters in the form that a loop of `decode` reads fastest.
 
   XLA for CPU cuts a layer out of a stack by a copy, and does so again in each
-  turn of a loop: of 8.6 ms a decode step of 4.2 M parameters, about 1. Called
-  ahead of the loop, this takes them apart once: 'blocks' becomes a tuple of one
-  dict a layer. Elsewhere they are returned as they are.
+  turn of a loop: of 8.6 ms a decode step of 4.2 M parameters, about 1; once a
+  dispatch it is 3.5 ms of one. So an engine takes new weights apart once:
+  'blocks' becomes a tuple of one dict a layer. Elsewhere, and a second time,
+  they are returned as they are.
   """
-  if config.layer_loop == 'scan' or _Layout(mesh, rules).platform != 'cpu':
-    return params
   blocks = params['blocks']
+  if isinstance(blocks, tuple) or not reads_apart(config, mesh, rules):
+    return params
   layers = [_of_one_layer(config, blocks, n) for n in range(config.layers)]
   return {**params, 'blocks': tuple(layers)}
 
@@ -557,7 +566,13 @@ def hidden_routed(
   sight = Sight.of_rows(ids.shape[1], segment_ids)
   attend = _row_attention(config, ids.shape, sight, layout)
   x, _, _, routing = model.walk(
-      ids.reshape(-1), positions.reshape(-1), None, attend, layout, routers
+      ids.reshape(-1),
+      positions.reshape(-1),
+      None,
+      attend,
+      layout,
+      routers,
+      _apart(params),
   )
   x = _rms_norm(config, x, model.final_norm)
   return x.reshape(*ids.shape, -1), routing
@@ -688,7 +703,12 @@ def prefill_routed(
       collect=True,
   )
   _, _, collected, routing = model.walk(
-      ids.reshape(-1), positions.reshape(-1), None, attend, layout
+      ids.reshape(-1),
+      positions.reshape(-1),
+      None,
+      attend,
+      layout,
+      apart=_apart(params),
   )
   return collected, None if routing is None else routing.experts
 
@@ -787,14 +807,13 @@ def decode_routed(
     )
     return mixed, (keys, values), None
 
-  blocks = params['blocks']
   x, cache, _, routing = model.walk(
       ids,
       positions,
       (keys, values),
       attend,
       layout,
-      apart=blocks if isinstance(blocks, tuple) else None,
+      apart=_apart(params),
   )
   x = _rms_norm(config, x, model.final_norm)
   experts = None if routing is None else routing.experts
@@ -1034,6 +1053,12 @@ def _merged(config: ModelConfig, params: Params) -> Transformer:
   stacked = isinstance(params['blocks'], dict)
   known = {n: x for n, x in params.items() if stacked or n != 'blocks'}
   return nnx.merge(structure, _filled(state, known))
+
+
+def _apart(params: Params) -> tuple[Params, ...] | None:
+  """The layers' parameters, if `layers_apart` has been here."""
+  blocks = params['blocks']
+  return blocks if isinstance(blocks, tuple) else None
 
 
 def _filled(state: nnx.State, params: Params) -> nnx.State:

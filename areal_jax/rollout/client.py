@@ -8,7 +8,9 @@ the replica is the one with the least to do when the first of them comes.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
+import functools
 from typing import Callable, Protocol, Sequence
 
 import numpy as np
@@ -39,31 +41,60 @@ class Replica(Protocol):
     ...
 
 
+class _Mailbox:
+  """Answers on their way to the callers of one event loop.
+
+  Many end in one dispatch. The loop is woken for the first of them and finds
+  the others beside it: to wake it costs a system call, and often the
+  interpreter as well, which the engine's thread then waits for.
+  """
+
+  def __init__(self, loop: asyncio.AbstractEventLoop):
+    self._loop = loop
+    self._waiting: collections.deque[
+        tuple[asyncio.Future, Completion | BaseException]
+    ] = collections.deque()
+    self._woken = False
+
+  def put(
+      self, future: asyncio.Future, outcome: Completion | BaseException
+  ) -> None:
+    """Answers a future of the loop; from any thread."""
+    self._waiting.append((future, outcome))
+    # `_open` lowers the flag before it looks, so that what is put in after a
+    # flag that was seen up is seen too.
+    if not self._woken and not self._loop.is_closed():
+      self._woken = True
+      self._loop.call_soon_threadsafe(self._open)
+
+  def _open(self) -> None:
+    self._woken = False
+    while self._waiting:
+      future, outcome = self._waiting.popleft()
+      if future.done():
+        continue  # the caller gave up
+      if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+      else:
+        future.set_result(outcome)
+
+
 class EngineClient:
   """Routes requests to engine loops of the same process."""
 
   def __init__(self, replicas: Sequence[Replica]):
     self._replicas = tuple(replicas)
     self._chosen: dict[tuple[Purpose, int], tuple[Replica, int]] = {}
+    self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
 
   async def generate(self, request: Request) -> Completion:
     """Raises `ValueError` for a request that does not fit, `EngineStopped`
     when the replica ends before it answered."""
     here = asyncio.get_running_loop()
     future = here.create_future()
-
-    def answer(outcome: Completion | BaseException) -> None:
-      if not here.is_closed():
-        here.call_soon_threadsafe(settle, outcome)
-
-    def settle(outcome: Completion | BaseException) -> None:
-      if future.done():
-        return  # the caller gave up
-      if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
-      else:
-        future.set_result(outcome)
-
+    if here not in self._mailboxes:
+      self._mailboxes[here] = _Mailbox(here)
+    answer = functools.partial(self._mailboxes[here].put, future)
     draw = (request.purpose, request.draw_index)
     replica, waiting = self._chosen.get(draw, (None, 0))
     replica = replica or min(self._replicas, key=lambda r: r.load)

@@ -320,6 +320,10 @@ class Engine:
     state, alone = self.state_shardings, self._replicated
     compiled = functools.partial(jax.jit, donate_argnames='state')
     self._init = jax.jit(self._initial_state, out_shardings=state)
+    self._apart = transformer.reads_apart(config, mesh, rules)
+    self._lay_out = jax.jit(
+        lambda params: transformer.layers_apart(config, params, mesh, rules)
+    )
     self._prefill = jax.jit(self._prefill_program)
     self._insert = compiled(self._insert_program, out_shardings=state)
     self._generate = compiled(
@@ -347,6 +351,14 @@ class Engine:
   def init_decode_state(self) -> DecodeState:
     """A state in which no slot is active."""
     return self._init()
+
+  def lay_out(self, params: Params) -> Params:
+    """Weights in the form that every dispatch reads fastest.
+
+    All methods take either form; each has programs of its own, and `warm_up`
+    compiles those of this one. See `transformer.layers_apart`.
+    """
+    return self._lay_out(params) if self._apart else params
 
   def prefill(
       self,
@@ -607,6 +619,7 @@ class Engine:
     compiled when it is called.
     """
     s = self.settings
+    params = self.lay_out(params)
     state = self.init_decode_state()
 
     def extend(rows: int, bucket: int) -> None:

@@ -119,7 +119,7 @@ class JetStreamEngine(engine_api.Engine):
         f'at most {_LONGEST_PREFILL}, the longest that JetStream prefills',
     )
     self._engine = engine
-    self._params = params
+    self._params = engine.lay_out(params)
     self._tokenizer_path = os.fspath(tokenizer_path)
     self._add_bos = add_bos
     self._sampling = sampling

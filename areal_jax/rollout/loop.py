@@ -437,8 +437,10 @@ class EngineLoop:
         self._pending = None
       self._taking = pending
     start = time.monotonic()
-    jax.block_until_ready(weights.params)
-    self._weights = weights
+    with self.dispatch_lock:
+      params = self.engine.lay_out(weights.params)
+      jax.block_until_ready(params)
+    self._weights = Weights(weights.version, params)
     tokens = 0
     if self.swap_mode == 'recompute':
       tokens = self._rebuild()
@@ -774,8 +776,9 @@ class EngineLoop:
   def _hand_out(self) -> None:
     """Answers the requests that have ended."""
     finished, self._finished = self._finished, []
-    for running, *ending in finished:
-      running.answer(self._completion(running, *ending))
+    answers = [(r.answer, self._completion(r, *e)) for r, *e in finished]
+    for answer, completion in answers:  # at once, see `client._Mailbox`
+      answer(completion)
 
   def _stop_string(
       self, running: _Running, tokens: np.ndarray, active: bool, stopped: bool

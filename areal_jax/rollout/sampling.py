@@ -337,9 +337,8 @@ def sample(
   """Draws one token a slot and its log-probability under what was drawn from.
 
   The distribution is the softmax of what the steps at the top of this file
-  leave of the logits; the draw is the argmax of the perturbed logits
-  (Gumbel-max, https://arxiv.org/abs/1611.00712). Temperature 0 takes the
-  largest and reports its log-probability at temperature 1.
+  leave of the logits; the draw inverts its cumulative sum. Temperature 0 takes
+  the largest and reports its log-probability at temperature 1.
 
   Args:
     logits: [S, V] float32.
@@ -357,15 +356,11 @@ def sample(
   )
   greedy = choice.temperature <= 0
 
-  def noise(stream, position):
-    key = jax.random.fold_in(jax.random.wrap_key_data(stream), position)
-    return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
-
-  perturbed = shaped + jnp.where(
-      greedy[:, None], 0.0, jax.vmap(noise)(streams, positions)
-  )
-  tokens = _place_of_largest(perturbed)
-  normalizer = jax.nn.logsumexp(shaped, axis=-1)
+  best = shaped.max(-1, keepdims=True)
+  masses = jnp.exp(shaped - best)
+  drawn, total = _draw(masses, _uniform(streams, positions))
+  tokens = jnp.where(greedy, _place_of_largest(shaped, best), drawn)
+  normalizer = best[:, 0] + jnp.log(total)
   return Drawn(
       tokens,
       _at(shaped, tokens) - normalizer,
@@ -374,14 +369,69 @@ def sample(
   )
 
 
-def _place_of_largest(x: Array) -> Array:
-  """argmax along the last axis, [S] int32.
+def _uniform(streams: Array, positions: Array) -> Array:
+  """[S, 2] float32 in [0, 1), each a multiple of 2⁻²⁴.
 
-  XLA for CPU computes what flows into its own argmax number by number, the
-  logarithms of the noise too: 617 us at [64, 512], and 146 in this form.
+  Folding a position into a key is Threefry of a counter, so the two words of
+  the folded key are as random as any that could be drawn with it.
+  """
+
+  def words(stream, position):
+    key = jax.random.fold_in(jax.random.wrap_key_data(stream), position)
+    return jax.random.key_data(key)
+
+  bits = jax.vmap(words)(streams, positions)
+  return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+def _draw(masses: Array, uniform: Array) -> tuple[Array, Array]:
+  """Draws in proportion to masses [S, V] by two numbers a slot.
+
+  The first chooses a block of about √V tokens by its share of the whole, the
+  second a token by its share of the block. That takes 2 numbers a slot where
+  noise on every logit (the usual argmax of Gumbel noise) takes V, and sums of
+  √V terms, whose errors and whose steps of 2⁻²⁴ stay small beside the mass that
+  they divide. On two busy cores 15 us instead of 190 at [32, 512], and 0.5 ms
+  instead of 4.3 at [16, 49152].
+
+  Returns:
+    tokens [S] int32, none of mass 0; sum of the masses [S].
+  """
+  slots, size = masses.shape
+  width = 1 << (size.bit_length() // 2)
+  blocks = -(-size // width)
+  spare = ((0, 0), (0, blocks * width - size))
+  masses = jnp.pad(masses, spare).reshape(slots, blocks, width)
+  sums = masses.sum(-1)
+  block = _place_of_share(sums, uniform[:, 0])
+  inside = jnp.take_along_axis(masses, block[:, None, None], axis=1)[:, 0]
+  place = _place_of_share(inside, uniform[:, 1])
+  return block * width + place, sums.sum(-1)
+
+
+def _place_of_share(masses: Array, share: Array) -> Array:
+  """[S] int32, the first place where the sum so far exceeds share · all."""
+  size = masses.shape[-1]
+  places = jnp.arange(size, dtype=jnp.int32)
+  # A product with ones, in full precision, for XLA sums a prefix in many steps.
+  sums = jnp.matmul(
+      masses,
+      jnp.triu(jnp.ones((size, size), masses.dtype)),
+      precision=jax.lax.Precision.HIGHEST,
+  )
+  possible = masses > 0
+  beyond = possible & (sums > share[:, None] * sums[:, -1:])
+  # Rounding may leave no sum beyond a share of almost 1: then it is the last.
+  last = jnp.where(possible, places, 0).max(-1)
+  return jnp.minimum(jnp.where(beyond, places, size).min(-1), last)
+
+
+def _place_of_largest(x: Array, best: Array) -> Array:
+  """argmax along the last axis, [S] int32, where the largest [S, 1] is known.
+
+  XLA for CPU computes what flows into its own argmax number by number.
   """
   size = x.shape[-1]
-  best = x.max(-1, keepdims=True)
   places = jnp.where(x == best, jnp.arange(size, dtype=jnp.int32), size - 1)
   return places.min(-1)
 

@@ -327,5 +327,54 @@ def test_the_first_of_equal_largest_ones_is_taken():
   rng = np.random.default_rng(0)
   values = rng.integers(-3, 4, (50, 9)).astype(np.float32)  # full of ties
   values[0] = sampling.IMPOSSIBLE
-  got = sampling._place_of_largest(jnp.asarray(values))
+  best = values.max(-1, keepdims=True)
+  got = sampling._place_of_largest(jnp.asarray(values), jnp.asarray(best))
   np.testing.assert_array_equal(got, values.argmax(-1))
+
+
+@pytest.mark.parametrize('size', [1, 2, 7, 18, 512, 1000])
+def test_a_draw_is_where_the_sums_pass_its_shares(size):
+  rng = np.random.default_rng(size)
+  masses = rng.random((40, size)).astype(np.float32) ** 4
+  masses[rng.random(masses.shape) < 0.3] = 0
+  masses[:, rng.integers(size)] = 1  # no slot without any
+  uniform = rng.random((40, 2)).astype(np.float32)
+  tokens, total = sampling._draw(jnp.asarray(masses), jnp.asarray(uniform))
+  np.testing.assert_allclose(total, masses.sum(-1, dtype=float), rtol=1e-6)
+  width = 1 << (size.bit_length() // 2)
+  for row, (u, v), token in zip(masses.astype(float), uniform, tokens):
+    blocks = [row[i : i + width] for i in range(0, size, width)]
+    ends = np.cumsum([block.sum() for block in blocks])
+    block = np.searchsorted(ends, u * ends[-1], side='right')
+    inside = np.cumsum(blocks[block])
+    place = np.searchsorted(inside, v * inside[-1], side='right')
+    assert token == block * width + place
+
+
+def test_no_share_draws_a_token_without_mass():
+  largest = 1 - 2.0**-24
+  rng = np.random.default_rng(0)
+  masses = rng.random((3, 200)).astype(np.float32)
+  masses[:, 150:], masses[1, :7], masses[2, ::3] = 0, 0, 0
+  for share in (0.0, largest):
+    uniform = jnp.full((3, 2), share, jnp.float32)
+    tokens, _ = sampling._draw(jnp.asarray(masses), uniform)
+    possible = [np.flatnonzero(row) for row in masses]
+    ends = [p[0] if share == 0 else p[-1] for p in possible]
+    np.testing.assert_array_equal(tokens, ends)
+
+
+def test_uniform_numbers_fill_their_range_and_differ_by_stream_and_place():
+  streams = jax.random.bits(jax.random.key(0), (5000, 2), jnp.uint32)
+  once = np.asarray(sampling._uniform(streams, jnp.zeros(5000, jnp.int32)))
+  again = np.asarray(sampling._uniform(streams, jnp.ones(5000, jnp.int32)))
+  assert once.min() >= 0
+  assert once.max() < 1
+  # Means, and products of what should not depend on each other.
+  pairs = [once[:, 0], once[:, 1], again[:, 0], again[:, 1]]
+  correlations = np.corrcoef([*pairs, np.roll(once[:, 0], 1)]) - np.eye(5)
+  assert np.abs(correlations).max() < 5 / np.sqrt(5000)
+  for numbers in pairs:
+    assert abs(numbers.mean() - 0.5) < 5 * np.sqrt(1 / 12 / 5000)
+    counts = np.bincount((numbers * 16).astype(int), minlength=16)
+    assert ((counts - 312.5) ** 2 / 312.5).sum() < 40  # 15 degrees of freedom
