@@ -980,7 +980,7 @@ def test_stop_string_ends_one_answer_and_leaves_the_others(engine, free):
       assert answers[name].stop_reason is StopReason.LENGTH
       assert answers[name].stop_string is answers[name].text_end is None
       assert answers[name].ids.tolist() == free[f'{i}'].ids.tolist()
-  # Planted fault: a search of what each dispatch brought sees no string by then.
+  # Planted fault: a search of what each dispatch brought sees no string yet.
   parts = [syllables.decode(ids[:4]), syllables.decode(ids[4:tokens])]
   assert not any(string in part for part in parts)
 
