@@ -16,6 +16,7 @@ import pathlib
 import tempfile
 from typing import Any, Callable, Literal, Mapping
 
+from etils import epath
 import jax
 
 from areal_jax import config as config_lib
@@ -33,7 +34,7 @@ from areal_jax.losses import presets
 from areal_jax.losses.advantages import AdvantageSettings
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings
-from areal_jax.models import hf, lora, peft, transformer
+from areal_jax.models import hf, lora, peft, shapes, transformer
 from areal_jax.models.config import ModelConfig, config_to_hf
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
@@ -722,6 +723,60 @@ def prepare_policy(experiment: Experiment, **choice: Any) -> PreparedPolicy:
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class PreparedShapes:
+  """What the programs of a run are made of, checked; no file of it is needed.
+
+  Attributes:
+    settings: the resolved tree.
+    model: the policy's shape.
+    reference: that of the policy at `train.reference_path`; None if it is
+      empty.
+  """
+
+  settings: Experiment
+  model: ModelConfig
+  reference: ModelConfig | None
+
+
+def prepare_shapes(experiment: Experiment) -> PreparedShapes:
+  """Resolves the settings and finds the shapes of the policies they name.
+
+  Where nothing lies at a path, its last part may name a published shape, see
+  `models/shapes.py`; the vocabulary is then the policy's own. A policy from
+  random weights has the vocabulary of the tokenizer.
+
+  Raises:
+    ConfigError: anything in them that cannot work.
+  """
+  settings = config_lib.resolve(experiment)
+  path, taken = settings.policy.path, settings.policy.load == 'all'
+  if path and taken:
+    model = _shape_at(settings, 'policy.path', path)
+  else:
+    tokenizer = _tokenizer(settings).tokenizer
+    model = _own_shape(settings, tokenizer.vocab_size)
+  model = _checked_model(settings, model)
+  path, reference = settings.train.reference_path, None
+  if path:
+    at = 'train.reference_path'
+    reference = _shape_at(settings, at, path)
+    _check_division(reference, settings)
+    reference = config_lib.resolve(reference, f'config.{at}')
+  return PreparedShapes(settings, model, reference)
+
+
+def _shape_at(settings: Experiment, at: str, path: str) -> ModelConfig:
+  """The shape of what lies at a path, or of what its name says."""
+  if epath.Path(path).exists():
+    shape = pretrained.find(path, f'config.{at}').shape()
+    return _as_it_runs(settings, shape, at)
+  shape = shapes.published_shape(path)
+  wanted = f'a policy, or a path that ends with one of {[*shapes.SHAPES]}'
+  require(shape is not None, f'config.{at}', path, wanted)
+  return _as_it_runs(settings, shape, at)
+
+
 def _check_output(settings: Experiment) -> None:
   """Refuses a folder that the run could not be written into, making none."""
   folder = pathlib.Path(settings.output).absolute()
@@ -832,11 +887,25 @@ def _model(
   if source is not None and settings.policy.load == 'all':
     model = _loaded_shape(settings, source, tokenizer, 'policy.path')
   else:
-    model = dataclasses.replace(
-        settings.policy.model,
-        vocab_size=tokenizer.vocab_size,
-        vocab_multiple=_vocab_multiple(settings),
-    )
+    model = _own_shape(settings, tokenizer.vocab_size)
+  model = _checked_model(settings, model)
+  if settings.policy.adapter:
+    with named('config.policy.adapter'):
+      peft.load_peft(settings.policy.adapter, model)
+  return model
+
+
+def _own_shape(settings: Experiment, vocab_size: int) -> ModelConfig:
+  """The shape that the settings themselves describe."""
+  return dataclasses.replace(
+      settings.policy.model,
+      vocab_size=vocab_size,
+      vocab_multiple=_vocab_multiple(settings),
+  )
+
+
+def _checked_model(settings: Experiment, model: ModelConfig) -> ModelConfig:
+  """The policy's shape, resolved, if the run can have it."""
   engine = settings.rollout.engine
   require(
       engine.max_length <= model.max_length,
@@ -848,9 +917,6 @@ def _model(
   model = config_lib.resolve(model, 'config.policy.model')
   with named('config.policy.model'):
     config_to_hf(model)  # the run ends by saving it in that form
-  if settings.policy.adapter:
-    with named('config.policy.adapter'):
-      peft.load_peft(settings.policy.adapter, model)
   return model
 
 
@@ -858,8 +924,21 @@ def _loaded_shape(
     settings: Experiment, source: Pretrained, tokenizer: Tokenizer, at: str
 ) -> ModelConfig:
   """The shape of a saved policy, to run as the settings say."""
+  model = _as_it_runs(settings, source.shape(), at)
+  require(
+      tokenizer.vocab_size <= model.vocab_size,
+      'config.tokenizer.path',
+      f'{settings.tokenizer.path} with {tokenizer.vocab_size} ids',
+      f'at most the {model.vocab_size} of config.{at}',
+  )
+  return model
+
+
+def _as_it_runs(
+    settings: Experiment, shape: ModelConfig, at: str
+) -> ModelConfig:
+  """A published shape with what the settings say of how it is run."""
   ours = settings.policy.model
-  shape = source.shape()
   experts, adapters = shape.moe, shape.lora
   if at == 'policy.path':
     adapters = ours.lora
@@ -867,7 +946,7 @@ def _loaded_shape(
     experts = dataclasses.replace(
         experts, balance=ours.moe.balance, replay=ours.moe.replay
     )
-  model = dataclasses.replace(
+  return dataclasses.replace(
       shape,
       moe=experts,
       lora=adapters,
@@ -877,13 +956,6 @@ def _loaded_shape(
       attention=ours.attention,
       vocab_multiple=_vocab_multiple(settings),
   )
-  require(
-      tokenizer.vocab_size <= model.vocab_size,
-      'config.tokenizer.path',
-      f'{settings.tokenizer.path} with {tokenizer.vocab_size} ids',
-      f'at most the {model.vocab_size} of config.{at}',
-  )
-  return model
 
 
 def _vocab_multiple(settings: Experiment) -> int:

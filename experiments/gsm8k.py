@@ -1,20 +1,23 @@
-"""Grade-school mathematics with an instruct model of half a billion parameters.
+"""Grade-school mathematics with an instruct model of 1.5 billion parameters.
 
   python -m areal_jax.run --config=experiments/gsm8k.py \
-    --config.policy.path=Qwen2.5-0.5B-Instruct \
-    --config.tokenizer.path=Qwen2.5-0.5B-Instruct \
+    --config.policy.path=Qwen2.5-1.5B-Instruct \
+    --config.tokenizer.path=Qwen2.5-1.5B-Instruct \
     --config.task.train_sources[0].path=gsm8k_train.jsonl \
     --config.task.eval_sources[0].path=gsm8k_test.jsonl
 
 The policy is a Hugging Face folder of the Qwen2, Qwen3 or Llama family with its
-tokenizer in it (Qwen2.5-0.5B-Instruct, SmolLM2-360M-Instruct); the data are the
-two files of https://github.com/openai/grade-school-math (MIT). Questions go
-through the tokenizer's chat template; the reward is 1 for a right number in
-the last box, by `math-verify`, and 0 otherwise.
+tokenizer in it (smaller ones: Qwen2.5-0.5B-Instruct, SmolLM2-360M-Instruct);
+the data are the two files of https://github.com/openai/grade-school-math (MIT).
+Questions go through the tokenizer's chat template; the reward is 1 for a right
+number in the last box, by `math-verify`, and 0 otherwise.
 
-Meant for one host with 8 accelerators of 16 GB or more: 4 train, 4 generate.
-It has been prepared and checked, and not been run to an end: docs/results.md
-holds no figure of it.
+Meant for one host with 8 accelerators of 16 GB or more, a TPU v5e-8 or 8 GPUs:
+4 train, 4 generate. It has been compiled for both, and not been run to an end:
+docs/results.md holds no figure of it.
+
+  python -m areal_jax.compile_check --config=experiments/gsm8k.py \
+    --topology=v5e:2x4
 """
 
 from areal_jax.data.sources import SourceSettings
@@ -56,13 +59,13 @@ def get_config() -> Experiment:
           too_long='drop',
       ),
       tokenizer=TokenizerSettings(
-          path='Qwen2.5-0.5B-Instruct',
+          path='Qwen2.5-1.5B-Instruct',
           chat_variables={
               'enable_thinking': False
           },  # Qwen3's; others ignore it
       ),
       policy=PolicySettings(
-          path='Qwen2.5-0.5B-Instruct',
+          path='Qwen2.5-1.5B-Instruct',
           model=ModelConfig(
               layer_loop='scan', compute_dtype='bfloat16', remat='full'
           ),

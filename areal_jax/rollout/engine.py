@@ -650,6 +650,49 @@ class Engine:
       generate(columns)
     jax.block_until_ready(state)
 
+  # The same from shapes alone: nothing is compiled and no device used.
+
+  def trace_extend(
+      self, params: Params, rows: int, bucket: int
+  ) -> jax.stages.Traced:
+    """`extend` of so many rows of a bucket.
+
+    Args:
+      params: `jax.ShapeDtypeStruct`s with shardings.
+      rows: R.
+      bucket: T, one of `piece_buckets`.
+    """
+    pieces = Pieces(
+        ids=_integers(rows, bucket),
+        starts=_integers(rows),
+        lengths=_integers(rows),
+        tables=_integers(rows, self.settings.pages_per_slot),
+    )
+    return self._extend.trace(params, self.abstract_state, vars(pieces))
+
+  def trace_generate(self, params: Params, columns: int) -> jax.stages.Traced:
+    """`generate_steps` with tables of so many columns.
+
+    Args:
+      params: `jax.ShapeDtypeStruct`s with shardings.
+      columns: one of `live_buckets`.
+    """
+    tables = _integers(self.settings.slots, columns)
+    return self._generate.trace(
+        params, self.abstract_state, tables, _integers()
+    )
+
+  @property
+  def abstract_state(self) -> DecodeState:
+    """Shapes and shardings of a decode state."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding
+        ),
+        self.state_shapes,
+        self.state_shardings,
+    )
+
   # The programs.
 
   def _initial_state(self) -> DecodeState:
@@ -935,3 +978,7 @@ class Engine:
       filled.stop_ids[i, : len(chosen.stop_ids)] = chosen.stop_ids
       filled.words[i] = sampling.stream_words(request)
     return filled
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -269,6 +269,11 @@ class TrainStep:
     Args:
       more: 'score' or 'score_reference', where those are asked for.
     """
+    for name, shape in self.programs(*more):
+      self._program(name, shape)
+
+  def programs(self, *more: str) -> list[tuple[str, Shape | None]]:
+    """What `warm_up` compiles: names, and shapes of what takes a microbatch."""
     names = ['initialise', 'zeros', 'apply']
     of_shapes = {'accumulate', *more}
     if self._recompute_proximal:
@@ -276,11 +281,16 @@ class TrainStep:
     if self._balance:
       names.append('no_load')
       of_shapes.add('load')
-    for name in names:
-      self._program(name)
-    for name in sorted(of_shapes):
-      for shape in self._shapes:
-        self._program(name, shape)
+    found: list[tuple[str, Shape | None]] = [(name, None) for name in names]
+    return found + [(n, s) for n in sorted(of_shapes) for s in self._shapes]
+
+  def trace(self, name: str, shape: Shape | None) -> jax.stages.Traced:
+    """One of `programs`, from shapes: nothing is compiled, no device used."""
+    function, arguments, donated, results = self._plan(name, shape)
+    jitted = jax.jit(
+        function, donate_argnums=donated, out_shardings=_shardings(results)
+    )
+    return jitted.trace(*arguments)
 
   def initial_state(
       self, params: PyTree, reference: PyTree | None = None
@@ -729,11 +739,7 @@ class TrainStep:
       shape: of its batch; None for those that take none.
     """
     if (name, shape) not in self._compiled:
-      function, arguments, donated, results = self._plan(name, shape)
-      jitted = jax.jit(
-          function, donate_argnums=donated, out_shardings=_shardings(results)
-      )
-      self._compiled[name, shape] = jitted.lower(*arguments).compile()
+      self._compiled[name, shape] = self.trace(name, shape).lower().compile()
     return self._compiled[name, shape]
 
   def _plan(

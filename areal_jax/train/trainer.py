@@ -94,6 +94,16 @@ class TrainSettings:
     """Whether minibatches after the first need a forward pass more."""
     return self.minibatches > 1 and self.loss.proximal == 'exact'
 
+  @property
+  def scores(self) -> tuple[str, ...]:
+    """Programs of the policy's `TrainStep` that a step asks for besides."""
+    names = []
+    if self.loss.second_moment is not None:
+      names.append('score')
+    if self.advantages.kl_coefficient:
+      names.append('score_reference')
+    return tuple(names)
+
   def validate(self, at: str) -> None:
     for name, least in (('minibatches', 1), ('max_consecutive_skips', 0)):
       value = getattr(self, name)
@@ -296,13 +306,7 @@ class Trainer:
 
   def warm_up(self) -> None:
     """Compiles whatever a step will run."""
-    settings = self._settings
-    more = []
-    if settings.loss.second_moment is not None:
-      more.append('score')
-    if settings.advantages.kl_coefficient:
-      more.append('score_reference')
-    self._step.warm_up(*more)
+    self._step.warm_up(*self._settings.scores)
     if self._critic is not None:
       self._critic.warm_up('score')
 

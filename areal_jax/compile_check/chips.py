@@ -1,0 +1,166 @@
+"""Accelerators: what one chip holds and how fast it is, and topologies of them.
+
+A topology is a name such as 'v5p:4x4x4' or 'gpu:h100:8'. For TPUs it becomes
+devices that programs can be compiled for by libtpu, on a machine without any.
+For GPUs nothing of the kind exists, so that programs are compiled for as many
+pretended CPU devices and what they say is an estimate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from typing import Sequence
+
+import jax
+from jax.experimental import topologies
+
+from areal_jax.config import ConfigError, require
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """One accelerator, in bytes and seconds.
+
+  Attributes:
+    name: as topologies call it.
+    flops: bfloat16 operations a second of its matrix units, at most.
+    hbm: bytes that programs may use.
+    hbm_rate: bytes a second from and to it.
+    link_rate: bytes a second that leave a chip along one ring, both directions
+      together.
+    dimensions: of the torus; 0 for GPUs, which a switch joins.
+  """
+
+  name: str
+  flops: float
+  hbm: float
+  hbm_rate: float
+  link_rate: float
+  dimensions: int = 0
+
+
+_GIB = 2**30
+
+# TPUs: https://jax-ml.github.io/scaling-book/tpus for the rates; for HBM what
+# libtpu leaves of it, in the words of its own message ('of 15.75G hbm').
+# GPUs: NVIDIA's data sheets of A100 80GB SXM, H100 SXM and H200 SXM: dense
+# bfloat16, and NVLink both directions together; of HBM what is left beside the
+# context and buffers of CUDA and NCCL, 94 % or so.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip('v4', 2.75e14, 31.25 * _GIB, 1.2e12, 9e10, 3),
+        Chip('v5e', 1.97e14, 15.75 * _GIB, 8.1e11, 9e10, 2),
+        Chip('v5p', 4.59e14, 95.74 * _GIB, 2.8e12, 1.8e11, 3),
+        Chip('v6e', 9.2e14, 31.25 * _GIB, 1.6e12, 1.8e11, 2),
+        Chip('a100', 3.12e14, 75e9, 2.0e12, 6e11),
+        Chip('h100', 9.89e14, 75e9, 3.35e12, 9e11),
+        Chip('h200', 9.89e14, 132e9, 4.8e12, 9e11),
+    )
+}
+_TPUS = tuple(name for name, chip in CHIPS.items() if chip.dimensions)
+_GPUS = tuple(name for name, chip in CHIPS.items() if not chip.dimensions)
+_WANTED = (
+    f"a TPU topology such as 'v5p:4x4x4' (of {', '.join(_TPUS)}) or"
+    f" 'gpu:h100:8' (of {', '.join(_GPUS)})"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """Chips of one kind that are joined.
+
+  Attributes:
+    name: 'v5e:4x2' or 'gpu:h100:8'.
+    chip: of which kind.
+    count: how many.
+  """
+
+  name: str
+  chip: Chip
+  count: int
+
+  @property
+  def is_estimate(self) -> bool:
+    """Whether programs are compiled for other devices than these."""
+    return not self.chip.dimensions
+
+  def devices(self) -> Sequence[jax.Device]:
+    """Devices that programs can be compiled for; none of them can run any.
+
+    Pretended CPU devices are made here, before jax has any; where it has, there
+    must be enough.
+
+    Raises:
+      ConfigError: libtpu is missing or knows no such topology, or there are
+        too few pretended devices.
+    """
+    return self._pretended() if self.is_estimate else self._compile_only()
+
+  def _compile_only(self) -> Sequence[jax.Device]:
+    require(has_libtpu(), '--topology', self.name,
+            "a machine with libtpu: pip install -r requirements-dev.txt, or a"
+            " 'gpu:' topology")  # fmt: skip
+    # Its library asks Google's metadata server where it is, which on other
+    # machines takes minutes.
+    os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+    try:
+      found = topologies.get_topology_desc(self.name, platform='tpu').devices
+    except jax.errors.JaxRuntimeError as error:
+      said = str(error).partition('\n')[0]
+      raise ConfigError(
+          f'--topology is {self.name!r}, which libtpu refuses: {said}'
+      ) from error
+    require(len(found) == self.count, '--topology', self.name,
+            f'{self.count} chips, libtpu has {len(found)}')  # fmt: skip
+    return found
+
+  def _pretended(self) -> Sequence[jax.Device]:
+    try:
+      jax.config.update('jax_num_cpu_devices', self.count)
+    except RuntimeError:  # jax has started, with as many as it was told to
+      pass
+    found = jax.devices('cpu')
+    require(
+        len(found) >= self.count,
+        '--topology',
+        self.name,
+        f'at most the {len(found)} pretended devices that jax has started with',
+    )
+    return found[: self.count]
+
+
+def has_libtpu() -> bool:
+  """Whether programs can be compiled for TPUs here."""
+  return importlib.util.find_spec('libtpu') is not None
+
+
+def parse_topology(name: str) -> Topology:
+  """Reads the name of a topology.
+
+  Example: 'v5e:4x2' is 8 chips in two dimensions, 'gpu:h100:8' 8 GPUs.
+
+  Raises:
+    ConfigError: another form, another chip, or a torus of other dimensions.
+  """
+  kind, _, rest = name.partition(':')
+  if kind == 'gpu':
+    gpu, _, count = rest.partition(':')
+    right = gpu in _GPUS and bool(re.fullmatch(r'[1-9]\d*', count))
+    require(right, '--topology', name, _WANTED)
+    return Topology(name, CHIPS[gpu], int(count))
+  right = kind in _TPUS and bool(re.fullmatch(r'[1-9]\d*(x[1-9]\d*)+', rest))
+  require(right, '--topology', name, _WANTED)
+  chip = CHIPS[kind]
+  sizes = [int(size) for size in rest.split('x')]
+  require(
+      len(sizes) == chip.dimensions,
+      '--topology',
+      name,
+      f'{chip.dimensions} numbers: {kind} is joined in so many dimensions',
+  )
+  return Topology(name, chip, math.prod(sizes))

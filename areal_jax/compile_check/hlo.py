@@ -1,0 +1,536 @@
+"""What one device does in a compiled program, read from its text.
+
+XLA's own cost analysis counts the body of a loop once, and names no collective;
+a policy whose layers are scanned does nearly all its work in loops. So the text
+of the optimised module is read: instructions, the computations they call, and
+how often a loop turns where XLA knows it (`known_trip_count`).
+
+  operations   2 · outputs · contracted size of every dot and convolution;
+               elementwise work is left out: matrix units do none of it
+  bytes        what every instruction outside of fusions reads and writes, of a
+               slice or gather the part that it takes, of an update in place the
+               part that is new; what lies in a chip's faster memories is free
+  collectives  by kind: how many, bytes of the whole array, and bytes that each
+               device sends around a ring of its group
+
+The semantics are in https://openxla.org/xla/operation_semantics, the text has
+no specification; what this file knows of it is shown by its tests.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from typing import Mapping
+
+# Kinds by the name of their instruction, asynchronous ones begin with '-start'.
+COLLECTIVES = (
+    'all-gather',
+    'all-reduce',
+    'all-to-all',
+    'collective-permute',
+    'ragged-all-to-all',
+    'reduce-scatter',
+)
+
+_FREE = frozenset(
+    (
+        'after-all',
+        'bitcast',
+        'constant',
+        'domain',
+        'get-tuple-element',
+        'opt-barrier',
+        'parameter',
+        'partition-id',
+        'replica-id',
+        'tuple',
+    )
+)
+_ARRAY = re.compile(r'([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?')
+_HEAD = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$')
+_LINE = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = (.*)$')
+_NAME = re.compile(r'%([\w.\-]+)')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_NUMBERS = re.compile(r'\d+')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """All collectives of one kind over groups of one size.
+
+  Attributes:
+    kind: one of `COLLECTIVES`.
+    group: devices of each group.
+    count: how often it runs.
+    bytes: of the whole arrays, those of one device of a permutation.
+    sent: bytes that a device sends, around a ring where the kind goes around.
+  """
+
+  kind: str
+  group: int
+  count: float
+  bytes: float
+  sent: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """What one device does in one call of a program.
+
+  Attributes:
+    flops: of its matrix products.
+    bytes: from and to its memory.
+    collectives: sorted by what they send, most first.
+    kernels: hand-written kernels by name and how often they run; what they
+      compute is not in `flops`, what they read and write as a whole in `bytes`.
+    unknown_loops: how many loops turn a number of times that XLA does not know;
+      they are counted as if they did once.
+    arguments: bytes of what goes in, without what their layout adds.
+  """
+
+  flops: float
+  bytes: float
+  collectives: tuple[Collective, ...]
+  kernels: Mapping[str, float]
+  unknown_loops: int
+  arguments: float
+
+  @property
+  def sent(self) -> float:
+    """Bytes that a device sends."""
+    return sum(each.sent for each in self.collectives)
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """One array of an instruction's result."""
+
+  dtype: str
+  sizes: tuple[int, ...]
+  is_fast: bool  # it lies in a memory faster than HBM
+
+  @property
+  def elements(self) -> int:
+    return math.prod(self.sizes)
+
+  @property
+  def bytes(self) -> float:
+    return self.elements * _bits(self.dtype) / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One line of a computation: `name = arrays op(operands), attributes`."""
+
+  name: str
+  op: str
+  arrays: tuple[Array, ...]
+  operands: tuple[str, ...]
+  attributes: str
+  arguments: str
+  is_root: bool
+
+  @property
+  def bytes(self) -> float:
+    """Of its result in HBM."""
+    return sum(array.bytes for array in self.arrays if not array.is_fast)
+
+  def called(self, *names: str) -> list[str]:
+    """Computations that these attributes name."""
+    found = []
+    for name in names:
+      match = re.search(rf'\b{name}=(\{{[^}}]*\}}|%?[\w.\-]+)', self.attributes)
+      if match:
+        found += re.findall(r'%?([\w.\-]+)', match[1])
+    return found
+
+
+def cost(text: str) -> Cost:
+  """Reads the text of a compiled module, `compiled.as_text()`.
+
+  Raises:
+    ValueError: there is no entry computation in it.
+  """
+  return _Module(text).cost()
+
+
+class _Module:
+  """A module's computations by name, and sums over them."""
+
+  def __init__(self, text: str):
+    self._computations: dict[str, dict[str, Instruction]] = {}
+    self._entry = ''
+    current: dict[str, Instruction] = {}
+    for line in text.splitlines():
+      head = _HEAD.match(line)
+      if head:
+        current = self._computations.setdefault(head[2], {})
+        if head[1]:
+          self._entry = head[2]
+        continue
+      found = _LINE.match(line)
+      if found:
+        instruction = _instruction(found[2], found[3], bool(found[1]))
+        current[instruction.name] = instruction
+    if not self._entry:
+      raise ValueError('a module without an ENTRY computation, wanted one')
+    self._unknown = 0
+    self._known_sums: dict[tuple[str, bool], _Sums] = {}
+    self._known_users: dict[str, dict[str, list[Instruction]]] = {}
+
+  def cost(self) -> Cost:
+    total = self._sum(self._entry)
+    kinds: dict[tuple[str, int], list[float]] = {}
+    for (kind, group, size), count in total.collectives.items():
+      sums = kinds.setdefault((kind, group), [0, 0.0, 0.0])
+      sums[0] += count
+      sums[1] += count * size
+      sums[2] += count * ring_bytes(kind, group, size)
+    found = [Collective(*key, *sums) for key, sums in kinds.items()]
+    return Cost(
+        flops=total.flops,
+        bytes=total.bytes,
+        collectives=tuple(sorted(found, key=lambda c: -c.sent)),
+        kernels=dict(total.kernels),
+        unknown_loops=self._unknown,
+        arguments=sum(
+            array.bytes
+            for each in self._computations[self._entry].values()
+            if each.op == 'parameter'
+            for array in each.arrays
+        ),
+    )
+
+  def _sum(self, computation: str, *, fused: bool = False) -> _Sums:
+    """Sums over a computation and what it calls.
+
+    Inside of a fusion nothing goes to memory: there are no bytes.
+    """
+    key = computation, fused
+    if key not in self._known_sums:
+      total = _Sums()
+      for each in self._computations[computation].values():
+        total.add(self._of(computation, each, fused))
+      self._known_sums[key] = total
+    return self._known_sums[key]
+
+  def _of(self, computation: str, each: Instruction, fused: bool) -> _Sums:
+    op = each.op
+    if op in _FREE or op.endswith(('-done', '-update')):
+      return _Sums()
+    if op == 'while':
+      trips = _TRIPS.search(each.attributes)
+      self._unknown += trips is None
+      sums = _Sums()
+      for name in each.called('body', 'condition'):
+        sums.add(self._sum(name), int(trips[1]) if trips else 1)
+      return sums
+    if op == 'conditional':
+      names = each.called(
+          'branch_computations', 'true_computation', 'false_computation'
+      )
+      # The dearest branch: what is skipped now may be needed at another call.
+      return max((self._sum(name) for name in names), key=_Sums.weight)
+    if op in ('call', 'async-start'):
+      sums = _Sums()
+      for name in each.called('calls', 'to_apply'):
+        sums.add(self._sum(name, fused=fused))
+      return sums
+    sums = _Sums()
+    if op == 'fusion':
+      for name in each.called('calls'):
+        sums.add(self._sum(name, fused=True))
+    elif op == 'custom-call':
+      sums.kernels[_target(each)] += 1
+    elif op in ('dot', 'convolution'):
+      sums.flops += self._product(computation, each)
+    else:
+      kind = op.removesuffix('-start')
+      if kind in COLLECTIVES:
+        sums.collectives[kind, _group(each), self._size(computation, each)] += 1
+    if not fused:
+      sums.bytes += self._bytes(computation, each)
+    return sums
+
+  def _size(self, computation: str, each: Instruction) -> float:
+    """Bytes of the larger side of a collective, in whatever memory."""
+    given = sum(
+        array.bytes
+        for name in each.operands
+        for array in self._computations[computation][name].arrays
+    )
+    arrays = each.arrays
+    if each.op.endswith('-start') and len(arrays) > 1:
+      # (operands, results, contexts); the contexts are scalars.
+      arrays = arrays[len(each.operands) :]
+    return max(given, sum(array.bytes for array in arrays))
+
+  def _product(self, computation: str, each: Instruction) -> float:
+    """Operations of a dot or a convolution."""
+    left, right = (
+        self._computations[computation][name].arrays[0].sizes
+        for name in each.operands[:2]
+    )
+    if each.op == 'dot':
+      match = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', each.attributes)
+      axes = [int(n) for n in _NUMBERS.findall(match[1])] if match else []
+      contracted = math.prod(left[axis] for axis in axes)
+      return 2.0 * each.arrays[0].elements * contracted
+    return _convolution(each, left, right)
+
+  # Bytes.
+
+  def _bytes(self, computation: str, each: Instruction) -> float:
+    op = each.op
+    if op == 'dynamic-slice' or op == 'gather':
+      return 2 * each.bytes
+    if op == 'dynamic-update-slice':
+      return 2 * self._result(computation, each.operands[1])
+    if op == 'scatter':
+      return 3 * self._result(computation, each.operands[-1])
+    if op.endswith('-start'):
+      # Operand and result; the rest of the tuple repeats the operand.
+      read = sum(self._result(computation, name) for name in each.operands)
+      arrays = each.arrays[len(each.operands) :] or each.arrays
+      return read + sum(a.bytes for a in arrays if not a.is_fast)
+    if op != 'fusion':
+      return each.bytes + sum(
+          self._result(computation, name) for name in each.operands
+      )
+    (inner,) = each.called('calls')
+    read = 0.0
+    for place, name in enumerate(each.operands):
+      if self._result(computation, name):
+        read += self._read(inner, place)
+    return read + self._written(inner, each)
+
+  def _result(self, computation: str, name: str) -> float:
+    return self._computations[computation][name].bytes
+
+  def _users(self, computation: str) -> dict[str, list[Instruction]]:
+    """The instructions of a computation by the values that they take."""
+    if computation not in self._known_users:
+      users = collections.defaultdict(list)
+      for each in self._computations[computation].values():
+        for name in dict.fromkeys(each.operands):
+          users[name].append(each)
+      self._known_users[computation] = users
+    return self._known_users[computation]
+
+  def _read(self, computation: str, place: int) -> float:
+    """Bytes that a fusion reads of its parameter number `place`."""
+    for each in self._computations[computation].values():
+      if each.op == 'parameter' and each.arguments.strip() == str(place):
+        return min(each.bytes, self._taken(computation, each))
+    return 0.0
+
+  def _taken(self, computation: str, each: Instruction) -> float:
+    """Bytes that the users of a value take of it."""
+    taken = 0.0
+    for user in self._users(computation)[each.name]:
+      first = user.operands[0] == each.name
+      if user.op in ('dynamic-slice', 'gather') and first:
+        taken += sum(array.bytes for array in user.arrays)
+      elif user.op in ('dynamic-update-slice', 'scatter') and first:
+        continue  # in place
+      elif user.op == 'bitcast':
+        taken += self._taken(computation, user)
+      elif user.op == 'fusion':
+        (inner,) = user.called('calls')
+        taken += sum(
+            self._read(inner, place)
+            for place, name in enumerate(user.operands)
+            if name == each.name
+        )
+      else:
+        return math.inf
+    return taken
+
+  def _written(self, computation: str, outside: Instruction) -> float:
+    """Bytes that a fusion writes."""
+    inside = self._computations[computation]
+    root = next(each for each in inside.values() if each.is_root)
+    parts = [root]
+    if root.op == 'tuple':
+      parts = [inside[name] for name in root.operands]
+    written = 0.0
+    for part, array in zip(parts, outside.arrays):
+      while part.op == 'bitcast':
+        part = inside[part.operands[0]]
+      if array.is_fast:
+        continue
+      if part.op == 'dynamic-update-slice':
+        written += sum(a.bytes for a in inside[part.operands[1]].arrays)
+      elif part.op == 'scatter':
+        written += sum(a.bytes for a in inside[part.operands[-1]].arrays)
+      else:
+        written += array.bytes
+    return written
+
+
+class _Sums:
+  """Running sums; collectives by (kind, group, bytes)."""
+
+  def __init__(self):
+    self.flops = 0.0
+    self.bytes = 0.0
+    self.collectives: collections.Counter = collections.Counter()
+    self.kernels: collections.Counter = collections.Counter()
+
+  def add(self, other: _Sums, times: int = 1) -> None:
+    self.flops += times * other.flops
+    self.bytes += times * other.bytes
+    for mine, theirs in (
+        (self.collectives, other.collectives),
+        (self.kernels, other.kernels),
+    ):
+      for key, count in theirs.items():
+        mine[key] += times * count
+
+  def weight(self) -> tuple[float, float]:
+    return self.flops, self.bytes
+
+
+def ring_bytes(kind: str, group: int, size: float) -> float:
+  """Bytes that each device of a ring sends in a collective.
+
+  With n devices and an array of `size` bytes as a whole: (n - 1) / n of it for
+  a gather or a scatter, twice that for an all-reduce, which is both, and for an
+  exchange of all with all; a permutation sends what it is given.
+
+  Args:
+    kind: one of `COLLECTIVES`.
+    group: n; 1 sends nothing.
+    size: of the larger side: the result of a gather, the operand of a scatter.
+  """
+  share = (group - 1) / group
+  if kind == 'all-reduce':
+    return 2 * share * size
+  if kind == 'collective-permute':
+    return size if group > 1 else 0.0
+  return share * size
+
+
+def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
+  """Reads what stands behind the `=`: type, op(operands), attributes."""
+  end = _closing(rest, 0) + 1 if rest.startswith('(') else rest.index(' ')
+  kind, rest = rest[:end], rest[end:].lstrip()
+  start = rest.index('(')
+  op, end = rest[:start], _closing(rest, start)
+  arguments, attributes = rest[start + 1 : end], rest[end + 1 :]
+  arrays = tuple(
+      Array(
+          dtype,
+          tuple(int(n) for n in _NUMBERS.findall(sizes)),
+          re.search(r'S\([1-9]\d*\)', layout or '') is not None,
+      )
+      for dtype, sizes, layout in _ARRAY.findall(kind)
+  )
+  named = op not in ('constant', 'parameter')
+  operands = tuple(_NAME.findall(arguments)) if named else ()
+  return Instruction(name, op, arrays, operands, attributes, arguments, is_root)
+
+
+def _closing(text: str, start: int) -> int:
+  """Where the bracket that opens at `start` closes."""
+  depth = 0
+  for place in range(start, len(text)):
+    if text[place] == '(':
+      depth += 1
+    elif text[place] == ')':
+      depth -= 1
+      if not depth:
+        return place
+  raise ValueError(f'no closing bracket in {text[:80]!r}')
+
+
+def _bits(dtype: str) -> int:
+  """Of one element: 'bf16' 16, 'f8e4m3fn' 8, 'pred' 8; tokens have none."""
+  if dtype == 'pred':
+    return 8
+  found = re.match(r'[a-z]+(\d+)', dtype)
+  return int(found[1]) if found else 0
+
+
+def _target(each: Instruction) -> str:
+  match = re.search(r'custom_call_target="([^"]*)"', each.attributes)
+  return match[1] if match else 'custom-call'
+
+
+def _group(each: Instruction) -> int:
+  """Devices of a group: of lists {{0,1},{2,3}} or of the form [2,2]<=[4]."""
+  if 'collective-permute' in each.op:
+    return 2
+  short = re.search(r'replica_groups=\[(\d+),(\d+)\]', each.attributes)
+  if short:
+    return int(short[2])
+  match = re.search(r'replica_groups=\{\{([\d,]*)\}', each.attributes)
+  return len(_NUMBERS.findall(match[1])) if match else 1
+
+
+def _convolution(
+    each: Instruction, left: tuple[int, ...], right: tuple[int, ...]
+) -> float:
+  """2 · batch · outputs · inputs · pairs of positions that meet.
+
+  TPUs have their matrix products in this form too, batch axes as dimensions
+  that are dilated or padded so that each position meets one of the other side.
+  """
+  labels = re.search(r'dim_labels=([\w?]+)_([\w?]+)->([\w?]+)', each.attributes)
+  inputs, kernel, outputs = labels.groups()
+  result = each.arrays[0].sizes
+  window = dict(
+      re.findall(r'(\w+)=([\dx_\-]+)', _braced(each.attributes, 'window='))
+  )
+  pairs = 1
+  spatial = sorted(label for label in inputs if label.isdigit())
+  for place, label in enumerate(spatial):
+    pairs *= _meetings(
+        left[inputs.index(label)],
+        right[kernel.index(label)],
+        result[outputs.index(label)],
+        stride=_of_window(window, 'stride', place, 1),
+        low=_of_window(window, 'pad', place, 0),
+        spread=_of_window(window, 'lhs_dilate', place, 1),
+        step=_of_window(window, 'rhs_dilate', place, 1),
+    )
+  return (
+      2.0
+      * pairs
+      * result[outputs.index('b')]
+      * result[outputs.index('f')]
+      * right[kernel.index('i')]
+  )
+
+
+def _meetings(
+    left: int, right: int, result: int, *, stride: int, low: int, spread: int,
+    step: int,
+) -> int:  # fmt: skip
+  """Pairs (output, kernel) along a dimension that meet an input element."""
+  count, last = 0, (left - 1) * spread
+  for position in range(right):
+    first = position * step - low
+    if spread == 1 and stride == 1:
+      count += max(0, min(result - 1, last - first) - max(0, -first) + 1)
+      continue
+    places = (out * stride + first for out in range(result))
+    count += sum(0 <= p <= last and p % spread == 0 for p in places)
+  return count
+
+
+def _of_window(
+    window: Mapping[str, str], name: str, place: int, default: int
+) -> int:
+  """The number of a dimension; of a padding 'low_high' the first."""
+  if name not in window:
+    return default
+  return int(window[name].split('x')[place].split('_')[0])
+
+
+def _braced(text: str, name: str) -> str:
+  match = re.search(rf'{name}\{{([^}}]*)\}}', text)
+  return match[1] if match else ''

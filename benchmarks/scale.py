@@ -1,0 +1,170 @@
+"""Which policies fit which slices, and how fast a step could be there at best.
+
+  python -m benchmarks.scale
+
+The paper's recipe (experiments/paper_math.py: answers up to 27,648 tokens, 512
+problems with 16 answers a step) with its models and two others, on slices of
+TPU v5e, v5p and v6e, each compiled by `areal_jax.compile_check` in a process of
+its own. Prints the table of docs/scale.md in Markdown, then the usual table and
+the JSON line, whose figures are tokens a second at the roofline, 0 where it
+does not fit. It needs libtpu and no TPU. `--only=v5e` takes the rows with that
+in their name, `--short` two small ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any, Sequence
+
+from absl import app, flags
+
+from benchmarks import report
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One policy on one slice.
+
+  Attributes:
+    model: a published name.
+    topology: of the slice.
+    train: sizes of the train mesh's axes by name.
+    replicas: engines.
+    tensor: chips of each engine.
+    pages: of 64 tokens, of an engine's cache.
+    slots: of an engine.
+  """
+
+  model: str
+  topology: str
+  train: dict[str, int]
+  replicas: int
+  tensor: int = 1
+  pages: int = 4096
+  slots: int = 64
+
+  @property
+  def name(self) -> str:
+    return f'{self.model} on {self.topology}'
+
+  def command(self) -> list[str]:
+    """The command line that checks it."""
+    rows = 1
+    for axis in ('data', 'fsdp', 'expert'):
+      rows *= self.train.get(axis, 1)
+    settings = {
+        'policy.path': self.model,
+        **{f'mesh.train.{axis}': n for axis, n in self.train.items()},
+        'mesh.rollout.replicas': self.replicas,
+        'mesh.rollout.tensor': self.tensor,
+        'rollout.engine.pages': self.pages,
+        'rollout.engine.slots': self.slots,
+        'train.packing.rows': rows,
+    }
+    return [
+        sys.executable, '-m', 'areal_jax.compile_check',
+        f'--config={ROOT}/experiments/paper_math.py',
+        *(f'--config.{name}={value}' for name, value in settings.items()),
+        f'--topology={self.topology}', '--json', '--nosearch',
+    ]  # fmt: skip
+
+
+CASES = (
+    Case('Qwen2.5-1.5B', 'v5e:4x8', {'fsdp': 8}, 24),
+    Case('Qwen2.5-1.5B', 'v5p:4x4x4', {'fsdp': 16}, 48, pages=12_288),
+    Case('Qwen2.5-1.5B', 'v6e:4x8', {'fsdp': 8}, 24, pages=6144),
+    Case('Qwen2.5-7B', 'v5e:16x16', {'fsdp': 16, 'tensor': 4}, 48, 4),
+    Case('Qwen2.5-7B', 'v5p:4x4x8', {'fsdp': 32}, 96),
+    Case('Qwen2.5-7B', 'v6e:8x16', {'fsdp': 32}, 48, 2),
+    Case('Qwen2.5-14B', 'v5e:16x16', {'fsdp': 16, 'tensor': 8}, 16, 8),
+    Case('Qwen2.5-14B', 'v5p:4x4x8', {'fsdp': 32}, 48, 2),
+    Case('Qwen2.5-14B', 'v6e:16x16', {'fsdp': 32, 'tensor': 2}, 48, 4),
+    Case('Qwen2.5-32B', 'v5e:16x16', {'fsdp': 16, 'tensor': 8}, 16, 8),
+    Case('Qwen2.5-32B', 'v5p:4x8x8', {'fsdp': 64}, 48, 4),
+    Case('Qwen2.5-32B', 'v6e:16x16', {'fsdp': 32, 'tensor': 4}, 16, 8),
+    Case('Llama-3.1-8B', 'v5e:16x16', {'fsdp': 16, 'tensor': 4}, 48, 4),
+    Case('Llama-3.1-8B', 'v5p:4x4x8', {'fsdp': 32}, 96, pages=2048),
+    Case('Llama-3.1-8B', 'v6e:8x16', {'fsdp': 32}, 48, 2),
+    Case('Qwen3-30B-A3B', 'v5e:16x16', {'fsdp': 32, 'tensor': 4}, 32, 4),
+    Case('Qwen3-30B-A3B', 'v5p:4x4x8', {'fsdp': 32}, 48, 2),
+    Case('Qwen3-30B-A3B', 'v6e:16x16', {'fsdp': 64}, 48, 4),
+)
+SHORT = (
+    Case('Qwen2.5-0.5B', 'v5e:2x4', {'fsdp': 4}, 4, pages=1024),
+    Case('Qwen2.5-7B', 'v5e:2x2', {'fsdp': 2}, 2, pages=1024),  # never fits
+)
+
+_HEAD = (
+    '| policy | slice | train | rollout | fits | GiB a chip: train | rollout |'
+    ' training s | generation s | tokens/s |\n'
+    '|---|---|---|---|---|---|---|---|---|---|'
+)
+
+
+def measure(case: Case) -> dict[str, Any]:
+  """The report of one case.
+
+  Raises:
+    RuntimeError: it could not be checked; says why.
+  """
+  child = subprocess.run(
+      case.command(), cwd=ROOT, capture_output=True, text=True
+  )
+  if child.returncode not in (0, 1) or not child.stdout:
+    raise RuntimeError(f'{case.name}: {child.stderr.strip()[-500:]}')
+  return json.loads(child.stdout)
+
+
+def line(case: Case, found: dict[str, Any]) -> str:
+  """A row of the Markdown table."""
+  step = found['step']
+  mesh = ' · '.join(f'{axis} {n}' for axis, n in case.train.items())
+  cells = [
+      case.model,
+      case.topology,
+      mesh,
+      f'{case.replicas} × {case.tensor}',
+      'yes' if found['fits'] else 'no',
+      *(f'{found[side]["peak"] / _GIB:.1f}' for side in ('train', 'rollout')),
+      *(f'{step[name]:.0f}' if step else '–'
+        for name in ('train_s', 'rollout_s')),
+      f'{step["tokens_per_s"]:,.0f}' if step and found['fits'] else '–',
+  ]  # fmt: skip
+  return f'| {" | ".join(cells)} |'
+
+
+def main(argv: Sequence[str]) -> None:
+  """Prints the tables and the JSON line."""
+  del argv
+  values = flags.FLAGS
+  cases = SHORT if values.short else CASES
+  rows = []
+  print(_HEAD)
+  for case in cases:
+    if values.only not in case.name:
+      continue
+    found = measure(case)
+    print(line(case, found), flush=True)
+    fits = found['fits'] and found['step']
+    speed = found['step']['tokens_per_s'] if fits else 0.0
+    rows.append(report.Row(f'{case.name}: tokens/s at best', speed))
+  print()
+  report.show('scale', rows)
+
+
+def define_flags() -> None:
+  """Those of the command line; an importer has none of them."""
+  flags.DEFINE_bool('short', False, 'Two small slices.')
+  flags.DEFINE_string('only', '', 'Only rows with this in their name.')
+
+
+if __name__ == '__main__':
+  define_flags()
+  app.run(main)

@@ -1,0 +1,110 @@
+"""What compilers say of one program, and products inside of kernels."""
+
+import jax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+import pytest
+
+from areal_jax.compile_check.chips import CHIPS
+from areal_jax.compile_check.hlo import Collective, Cost
+from areal_jax.compile_check.programs import (
+    Memory,
+    Program,
+    Roofline,
+    bytes_wanted,
+    compile_program,
+    kernel_flops,
+)
+
+REFUSAL = (
+    'RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in'
+    ' memory space hbm. Used 33.07G of 31.25G hbm. Exceeded hbm capacity by'
+    ' 1.83G.'
+)
+
+
+def test_the_bytes_that_were_refused_are_read():
+  assert bytes_wanted(REFUSAL) == pytest.approx(33.07 * 2**30, abs=1)
+  assert bytes_wanted(REFUSAL.replace('33.07G', '512.5M')) == 512.5 * 2**20
+
+
+@pytest.mark.parametrize(
+    'message', ['INTERNAL: Used 33.07G of 31.25G hbm', 'RESOURCE_EXHAUSTED: x']
+)
+def test_another_failure_is_none_of_memory(message):
+  assert bytes_wanted(message) == 0
+
+
+def test_another_failure_passes_through():
+  def fail():
+    raise jax.errors.JaxRuntimeError('INTERNAL: something else')
+
+  with pytest.raises(jax.errors.JaxRuntimeError, match='something else'):
+    compile_program('x', 'train', fail)
+
+
+def multiply(a, b):
+  """[64, 32] · [32, 16] by a kernel over two halves of the rows."""
+
+  def kernel(a_ref, b_ref, out_ref):
+    out_ref[...] = a_ref[...] @ b_ref[...]
+
+  return pl.pallas_call(
+      kernel,
+      grid=(2,),
+      in_specs=[
+          pl.BlockSpec((32, 32), lambda i: (i, 0)),
+          pl.BlockSpec((32, 16), lambda i: (0, 0)),
+      ],
+      out_specs=pl.BlockSpec((32, 16), lambda i: (i, 0)),
+      out_shape=jax.ShapeDtypeStruct((64, 16), jnp.float32),
+      interpret=True,
+      name='multiply',
+  )(a, b)
+
+
+def test_products_of_kernels_count_by_their_grid_and_by_loops_around():
+  a = jnp.zeros((64, 32))
+  b = jnp.zeros((5, 32, 16))
+  once = 2 * 64 * 32 * 16
+  traced = jax.jit(multiply).trace(a, b[0])
+  assert kernel_flops(traced.jaxpr.jaxpr) == once
+
+  def scanned(a, b):
+    return jax.lax.scan(lambda c, w: (c, multiply(a, w)), 0.0, b)[1]
+
+  traced = jax.jit(scanned).trace(a, b)
+  assert kernel_flops(traced.jaxpr.jaxpr) == 5 * once
+
+
+def test_products_outside_of_kernels_are_none_of_them():
+  traced = jax.jit(jnp.matmul).trace(jnp.zeros((4, 4)), jnp.zeros((4, 4)))
+  assert kernel_flops(traced.jaxpr.jaxpr) == 0
+
+
+def test_the_roofline_is_the_slowest_of_three():
+  chip = CHIPS['v5e']  # 1.97e14 FLOP/s, 8.1e11 and 9e10 bytes/s
+  sent = Collective('all-gather', 4, 1, 4e10, 3.6e10)
+  cost = Cost(1.97e13, 8.1e10, (sent,), {}, 0, 0.0)
+  program = Program('x', 'train', 1.0, Memory(1, 2, 3, 4), cost)
+  found = program.roofline(chip)
+  assert (found.compute, found.memory) == (0.1, 0.1)
+  assert found.links == found.seconds == pytest.approx(0.4)
+  assert found.bound == 'links'
+  assert program.memory.total == 10
+
+
+def test_a_refused_program_has_no_roofline():
+  program = Program('x', 'train', 1.0, None, None, refused=5)
+  assert program.roofline(CHIPS['v5e']) is None
+
+
+def test_a_program_is_compiled_and_measured():
+  square = jax.jit(lambda x: x @ x)
+  shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+  found = compile_program('square', 'train', lambda: square.trace(shape))
+  assert found.refused == 0 and found.compile_s > 0
+  assert found.cost.flops == 2 * 64**3
+  assert found.memory.arguments == found.cost.arguments == 64 * 64 * 4
+  assert found.memory.results == 64 * 64 * 4
+  assert Roofline(3.0, 2.0, 1.0).bound == 'compute'
