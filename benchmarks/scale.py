@@ -72,7 +72,7 @@ class Case:
         sys.executable, '-m', 'areal_jax.compile_check',
         f'--config={ROOT}/experiments/paper_math.py',
         *(f'--config.{name}={value}' for name, value in settings.items()),
-        f'--topology={self.topology}', '--json', '--nosearch',
+        f'--topology={self.topology}', '--json', '--search=0',
     ]  # fmt: skip
 
 

@@ -13,8 +13,9 @@ would be on such GPUs: an estimate.
 Neither data nor tokenizer nor checkpoint is read. A `policy.path` where nothing
 lies may end with a published name, such as Qwen2.5-7B-Instruct.
 `--answer_tokens` is the mean length of an answer that a step is counted with
-(half of `rollout.max_new_tokens`), `--nosearch` leaves out the largest
-microbatch, and `--json` prints one JSON line on standard output.
+(half of `rollout.max_new_tokens`), `--search` how often its rows are doubled or
+halved to find the largest microbatch (0 leaves that out), and `--json` prints
+one JSON line on standard output.
 
 Exit codes: 0 it fits, 1 it does not, 2 a mistake in the settings or in the
 topology (one line on standard error), 130 interrupted.
@@ -42,7 +43,7 @@ class Asked:
   experiment: Experiment
   topology: str
   answer_tokens: int
-  search: bool
+  search: int
   json: bool
 
 
@@ -59,7 +60,9 @@ def read_flags(argv: list[str]) -> Asked:
       'answer_tokens', 0, 'Of an answer on average; 0 for half of the most.',
       lower_bound=0,
   )  # fmt: skip
-  flags.DEFINE_bool('search', True, 'Look for the largest microbatch.')
+  flags.DEFINE_integer(
+      'search', 4, 'Doublings of a microbatch to try.', lower_bound=0
+  )
   flags.DEFINE_bool('json', False, 'Print one JSON line.')
   experiment = command.read_flags(argv)
   values = flags.FLAGS

@@ -34,8 +34,6 @@ from areal_jax.train.trainer import TrainSettings, build_steps
 _EMPTY = ('initialise', 'zeros', 'no_load')
 # Those that hold a gradient.
 _WITH_GRADIENTS = ('accumulate', 'accumulate_around', 'apply')
-# As often the rows of a microbatch are doubled, or halved, to find the most.
-_TRIES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +127,7 @@ def check(
     topology: Topology,
     *,
     answer_tokens: int = 0,
-    search: bool = True,
+    search: int = 4,
     tell: Callable[[Program], None] = lambda program: None,
 ) -> Report:
   """Compiles what a run would, and says what came of it.
@@ -138,8 +136,8 @@ def check(
     prepared: the run.
     topology: the machine.
     answer_tokens: of an answer on average; 0 for half of the most.
-    search: whether to look for the largest microbatch, which compiles the
-      gradient some more times.
+    search: how often the rows of a microbatch are doubled while they fit, or
+      halved until they do, to find the most; each compiles a gradient.
     tell: called with each program as soon as it is there.
 
   Raises:
@@ -168,7 +166,10 @@ def check(
   largest = None
   if search:
     largest = train.largest_rows(
-        hbm - (rollout.total if colocated else 0), holdings['train'].fits, tell
+        hbm - (rollout.total if colocated else 0),
+        holdings['train'].fits,
+        search,
+        tell,
     )
   crossing = reshard(train.sent, rollout.targets, settings.rollout.dtype)
   found = Report(
@@ -290,7 +291,11 @@ class _Train:
     return bytes_of(cast(self.sent, settings.rollout.dtype))
 
   def largest_rows(
-      self, room: float, fits: bool, tell: Callable[[Program], None]
+      self,
+      room: float,
+      fits: bool,
+      tries: int,
+      tell: Callable[[Program], None],
   ) -> int:
     """Most rows of a microbatch that fit; 0 for none of those tried.
 
@@ -299,7 +304,7 @@ class _Train:
     packing = self._settings.packing
     shards = self._rules.parts('batch', self._mesh)
     rows, best = packing.rows, packing.rows if fits else 0
-    for _ in range(_TRIES):
+    for _ in range(tries):
       rows = rows * 2 if fits else rows // 2 // shards * shards
       if not rows:
         break

@@ -8,6 +8,7 @@ pretended CPU devices and what they say is an estimate.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
@@ -53,7 +54,6 @@ _GIB = 2**30
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip('v4', 2.75e14, 31.25 * _GIB, 1.2e12, 9e10, 3),
         Chip('v5e', 1.97e14, 15.75 * _GIB, 8.1e11, 9e10, 2),
         Chip('v5p', 4.59e14, 95.74 * _GIB, 2.8e12, 1.8e11, 3),
         Chip('v6e', 9.2e14, 31.25 * _GIB, 1.6e12, 1.8e11, 2),
@@ -61,6 +61,11 @@ CHIPS = {
         Chip('h100', 9.89e14, 75e9, 3.35e12, 9e11),
         Chip('h200', 9.89e14, 132e9, 4.8e12, 9e11),
     )
+}
+_NO_MACHINE = {
+    'TPU_SKIP_MDS_QUERY': '1',
+    'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
+    'TPU_WORKER_HOSTNAMES': 'localhost',
 }
 _TPUS = tuple(name for name, chip in CHIPS.items() if chip.dimensions)
 _GPUS = tuple(name for name, chip in CHIPS.items() if not chip.dimensions)
@@ -105,9 +110,11 @@ class Topology:
     require(has_libtpu(), '--topology', self.name,
             "a machine with libtpu: pip install -r requirements-dev.txt, or a"
             " 'gpu:' topology")  # fmt: skip
-    # Its library asks Google's metadata server where it is, which on other
-    # machines takes minutes.
-    os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+    # The library asks Google's metadata server what machine it is on, which
+    # takes minutes where there is none, and complains about each answer that it
+    # does not get. Nothing that is compiled depends on them.
+    for name, value in _NO_MACHINE.items():
+      os.environ.setdefault(name, value)
     try:
       found = topologies.get_topology_desc(self.name, platform='tpu').devices
     except jax.errors.JaxRuntimeError as error:
@@ -120,10 +127,11 @@ class Topology:
     return found
 
   def _pretended(self) -> Sequence[jax.Device]:
-    try:
-      jax.config.update('jax_num_cpu_devices', self.count)
-    except RuntimeError:  # jax has started, with as many as it was told to
-      pass
+    # Both together are refused; neither has an effect once jax has started.
+    forced = 'xla_force_host_platform_device_count'
+    if forced not in os.environ.get('XLA_FLAGS', ''):
+      with contextlib.suppress(RuntimeError):
+        jax.config.update('jax_num_cpu_devices', self.count)
     found = jax.devices('cpu')
     require(
         len(found) >= self.count,

@@ -3,7 +3,8 @@
 XLA's own cost analysis counts the body of a loop once, and names no collective;
 a policy whose layers are scanned does nearly all its work in loops. So the text
 of the optimised module is read: instructions, the computations they call, and
-how often a loop turns where XLA knows it (`known_trip_count`).
+how often a loop turns: from `known_trip_count`, or from a condition that
+compares a counter with a constant.
 
   operations   2 · outputs · contracted size of every dot and convolution;
                elementwise work is left out: matrix units do none of it
@@ -35,6 +36,19 @@ COLLECTIVES = (
     'reduce-scatter',
 )
 
+# Hand-written ones, by what calls them.
+KERNELS = frozenset(('tpu_custom_call', '__gpu$xla.gpu.triton', '__cudnn$fmha'))
+# With these a compiler speaks to itself.
+_HELPERS = frozenset(
+    (
+        'AllocateBuffer',
+        'AssumeGatherIndicesInBound',
+        'AsyncCollectiveDone',
+        'AsyncCollectiveStart',
+        'ConcatBitcast',
+        'Sharding',
+    )
+)
 _FREE = frozenset(
     (
         'after-all',
@@ -184,7 +198,7 @@ class _Module:
   def cost(self) -> Cost:
     total = self._sum(self._entry)
     kinds: dict[tuple[str, int], list[float]] = {}
-    for (kind, group, size), count in total.collectives.items():
+    for (_, kind, group, size), count in total.collectives.items():
       sums = kinds.setdefault((kind, group), [0, 0.0, 0.0])
       sums[0] += count
       sums[1] += count * size
@@ -213,7 +227,9 @@ class _Module:
     if key not in self._known_sums:
       total = _Sums()
       for each in self._computations[computation].values():
-        total.add(self._of(computation, each, fused))
+        # One that goes on beside other work is in several fusions at once.
+        apart = each.op not in ('while', 'conditional', 'call')
+        total.add(self._of(computation, each, fused), by_channel=apart)
       self._known_sums[key] = total
     return self._known_sums[key]
 
@@ -222,11 +238,11 @@ class _Module:
     if op in _FREE or op.endswith(('-done', '-update')):
       return _Sums()
     if op == 'while':
-      trips = _TRIPS.search(each.attributes)
+      trips = self._trips(computation, each)
       self._unknown += trips is None
       sums = _Sums()
       for name in each.called('body', 'condition'):
-        sums.add(self._sum(name), int(trips[1]) if trips else 1)
+        sums.add(self._sum(name), 1 if trips is None else trips)
       return sums
     if op == 'conditional':
       names = each.called(
@@ -244,16 +260,46 @@ class _Module:
       for name in each.called('calls'):
         sums.add(self._sum(name, fused=True))
     elif op == 'custom-call':
-      sums.kernels[_target(each)] += 1
+      target = _target(each)
+      if target in _HELPERS:
+        return sums
+      if target in KERNELS:
+        sums.kernels[target] += 1
     elif op in ('dot', 'convolution'):
       sums.flops += self._product(computation, each)
     else:
       kind = op.removesuffix('-start')
       if kind in COLLECTIVES:
-        sums.collectives[kind, _group(each), self._size(computation, each)] += 1
+        size = self._size(computation, each)
+        sums.collectives[_channel(each), kind, _group(each), size] += 1
     if not fused:
       sums.bytes += self._bytes(computation, each)
     return sums
+
+  def _trips(self, computation: str, each: Instruction) -> int | None:
+    """How often a loop turns; None where that is not known.
+
+    A counter goes up by one, from a constant to below another one.
+    """
+    found = _TRIPS.search(each.attributes)
+    if found:
+      return int(found[1])
+    (condition,) = each.called('condition')
+    inside = self._computations[condition]
+    root = next(i for i in inside.values() if i.is_root)
+    if root.op != 'compare' or 'direction=LT' not in root.attributes:
+      return None
+    counter, limit = (inside[name] for name in root.operands)
+    place = re.search(r'index=(\d+)', counter.attributes)
+    if limit.op != 'constant' or place is None:
+      return None
+    outside = self._computations[computation]
+    start = outside[each.operands[0]]
+    first = 0
+    if start.op == 'tuple':
+      begins = outside[start.operands[int(place[1])]]
+      first = int(begins.arguments) if begins.op == 'constant' else 0
+    return int(limit.arguments) - first
 
   def _size(self, computation: str, each: Instruction) -> float:
     """Bytes of the larger side of a collective, in whatever memory."""
@@ -372,7 +418,7 @@ class _Module:
 
 
 class _Sums:
-  """Running sums; collectives by (kind, group, bytes)."""
+  """Running sums; collectives by (channel, kind, group, bytes)."""
 
   def __init__(self):
     self.flops = 0.0
@@ -380,15 +426,17 @@ class _Sums:
     self.collectives: collections.Counter = collections.Counter()
     self.kernels: collections.Counter = collections.Counter()
 
-  def add(self, other: _Sums, times: int = 1) -> None:
+  def add(
+      self, other: _Sums, times: int = 1, *, by_channel: bool = False
+  ) -> None:
+    """Adds `times` the other; with `by_channel` a collective counts once."""
     self.flops += times * other.flops
     self.bytes += times * other.bytes
-    for mine, theirs in (
-        (self.collectives, other.collectives),
-        (self.kernels, other.kernels),
-    ):
-      for key, count in theirs.items():
-        mine[key] += times * count
+    for key, count in other.kernels.items():
+      self.kernels[key] += times * count
+    for key, count in other.collectives.items():
+      known = by_channel and key[0] and key in self.collectives
+      self.collectives[key] += 0 if known else times * count
 
   def weight(self) -> tuple[float, float]:
     return self.flops, self.bytes
@@ -460,10 +508,27 @@ def _target(each: Instruction) -> str:
   return match[1] if match else 'custom-call'
 
 
+def _channel(each: Instruction) -> str:
+  """What tells one collective from others; '' where there is none."""
+  match = re.search(r'channel_id=(\d+)', each.attributes)
+  return match[1] if match else ''
+
+
 def _group(each: Instruction) -> int:
-  """Devices of a group: of lists {{0,1},{2,3}} or of the form [2,2]<=[4]."""
+  """Devices of a group.
+
+  It is written as lists {{0,1},{2,3}}, as [2,2]<=[4], or as axes of a mesh:
+  mesh['axis_0'=2,'axis_1'=4] {'axis_1'}.
+  """
   if 'collective-permute' in each.op:
     return 2
+  mesh = re.search(
+      r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}', each.attributes
+  )
+  if mesh:
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+    parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
+    return math.prod(int(part or sizes[axis]) for axis, part in parts)
   short = re.search(r'replica_groups=\[(\d+),(\d+)\]', each.attributes)
   if short:
     return int(short[2])

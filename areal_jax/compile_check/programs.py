@@ -24,7 +24,10 @@ Side = Literal['train', 'rollout']
 # Of a causal kernel the blocks above the diagonal are skipped.
 _CAUSAL = 0.5
 
-_USED = re.compile(r'Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm')
+_USED = re.compile(
+    r'Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm'
+    r'|temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM'
+)
 _UNITS = {'': 1, 'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 
@@ -82,8 +85,8 @@ class Program:
     compile_s: seconds that it took to trace and compile.
     memory: of one device; None where the compiler refused it.
     cost: of one device; None where the compiler refused it.
-    refused: bytes that it would need of a device that has fewer; 0 where it
-      was compiled.
+    refused: bytes that it would need at least, of a device that has fewer; 0
+      where it was compiled.
   """
 
   name: str
@@ -132,14 +135,17 @@ def compile_program(
 
 
 def bytes_wanted(message: str) -> int:
-  """Bytes that a program needs, of the message that refuses it; 0 of others.
+  """Bytes that a program needs at least, as its refusal says; 0 of others.
 
-  Example: 'RESOURCE_EXHAUSTED: ... Used 33.07G of 31.25G hbm. ...'.
+  Examples: 'RESOURCE_EXHAUSTED: ... Used 33.07G of 31.25G hbm. ...' and
+  'RESOURCE_EXHAUSTED: ... required for HLO temporaries (44.02G) exceeds
+  available HBM (15.75G).'
   """
   found = _USED.search(message)
   if found is None or 'RESOURCE_EXHAUSTED' not in message:
     return 0
-  return math.ceil(float(found[1]) * _UNITS[found[2]])
+  number, unit = (part for part in found.groups() if part is not None)
+  return math.ceil(float(number) * _UNITS[unit])
 
 
 def kernel_flops(jaxpr: Any) -> float:

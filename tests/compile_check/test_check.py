@@ -24,7 +24,7 @@ def estimate(tmp_path_factory):
   """The small run on four GPUs, two that train and two that generate."""
   small = experiment(tmp_path_factory.mktemp('small'), **MESH)
   prepared = prepare_shapes(small)
-  return prepared, check(prepared, parse_topology('gpu:h100:4'))
+  return prepared, check(prepared, parse_topology('gpu:h100:4'), search=1)
 
 
 def test_every_program_of_a_run_is_compiled(estimate):
@@ -82,11 +82,9 @@ def test_a_publish_sends_each_replica_the_whole_policy(estimate):
 
 def test_the_largest_microbatch_is_looked_for(estimate):
   _, found = estimate
-  assert (found.rows, found.largest_rows) == (
-      4,
-      64,
-  )  # doubled as often as tried
-  assert any('packing.rows=64 fits' in line for line in found.advice)
+  # Doubled as often as it is tried.
+  assert (found.rows, found.largest_rows) == (4, 8)
+  assert any('packing.rows=8 fits' in line for line in found.advice)
 
 
 def test_it_is_said_that_an_estimate_is_one(estimate):
@@ -111,7 +109,7 @@ def small_chips(name: str, hbm: float):
 def test_planted_chips_that_are_too_small_do_not_fit(estimate):
   prepared, fitting = estimate
   tiny = small_chips('gpu:h100:4', fitting.train.peak - 1)
-  found = check(prepared, tiny, search=False)
+  found = check(prepared, tiny, search=0)
   assert not found.fits and not found.train.fits
   assert 'DOES NOT FIT' in report.to_text(found)
   assert any('remat' in line for line in found.advice)
@@ -178,7 +176,7 @@ needs_libtpu = pytest.mark.skipif(
 @needs_libtpu
 def test_a_small_run_is_compiled_for_a_tpu(tmp_path):
   prepared = prepare_shapes(experiment(tmp_path, **MESH))
-  found = check(prepared, parse_topology('v5e:2x2'), search=False)
+  found = check(prepared, parse_topology('v5e:2x2'), search=0)
   assert found.fits
   assert not found.topology.is_estimate
   flops = {p.name: p.cost.flops for p in found.programs}
@@ -195,7 +193,7 @@ def test_planted_policy_that_is_too_large_for_a_tpu_does_not_fit(tmp_path):
       policy__model__width=8192,
       policy__model__mlp_width=262_144,
   )
-  found = check(prepare_shapes(small), parse_topology('v5e:2x2'), search=False)
+  found = check(prepare_shapes(small), parse_topology('v5e:2x2'), search=0)
   assert not found.fits
   assert any(program.refused for program in found.programs) or (
       found.train.peak > found.topology.chip.hbm
@@ -217,7 +215,7 @@ def test_planted_policy_that_is_too_large_for_a_tpu_does_not_fit(tmp_path):
 )
 def test_the_experiment_fits_the_machine_that_it_is_for(config, topology):
   child = run_door(
-      f'--config={config}', f'--topology={topology}', '--json', '--nosearch'
+      f'--config={config}', f'--topology={topology}', '--json', '--search=0'
   )
   assert child.returncode == 0, child.stdout + child.stderr
   assert json.loads(child.stdout)['fits'] is True

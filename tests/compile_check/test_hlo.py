@@ -69,6 +69,17 @@ def test_a_loop_counts_as_often_as_it_turns():
   assert found.arguments == 4 + 8 * 16 * 4 + 3 * 16 * 16 * 2 + 3 * 8 * 16 * 4
 
 
+def test_a_condition_tells_how_often_a_loop_turns():
+  text = SCANNED.replace('"known_trip_count":{"n":"3"},', '').replace(
+      '  ROOT %yes = pred[] constant(true)\n',
+      '  %i.1 = s32[] get-tuple-element(%carry), index=0\n'
+      '  %last = s32[] constant(3)\n'
+      '  ROOT %yes = pred[] compare(%i.1, %last), direction=LT\n',
+  )
+  found = hlo.cost(text)
+  assert (found.flops, found.unknown_loops) == (3 * 2 * 8 * 16 * 16, 0)
+
+
 def test_a_slice_of_a_stack_costs_the_slice_and_not_the_stack():
   row, weights, index = 8 * 16 * 4, 16 * 16 * 2, 4
   a_turn = (
@@ -126,6 +137,16 @@ def test_what_lies_in_fast_memory_is_free():
             'f32[8,4]{1,0} collective-permute(%p),'
             ' source_target_pairs={{0,1},{1,0}}',
             ('collective-permute', 2, 128, 128),
+        ),
+        (
+            "f32[32,4]{1,0} all-gather(%p), replica_groups=mesh['axis_0'=2,"
+            "'axis_1'=4] {'axis_1'}, dimensions={0}",
+            ('all-gather', 4, 512, 384),
+        ),
+        (
+            "f32[32,4]{1,0} all-gather(%p), replica_groups=mesh['axis_0'=8]"
+            " {'axis_0':(2)4}, dimensions={0}",
+            ('all-gather', 4, 512, 384),
         ),
     ],
 )
@@ -208,6 +229,23 @@ def test_a_kernel_is_named_and_its_sides_are_moved():
   found = hlo.cost(text)
   assert found.kernels == {'tpu_custom_call': 1}
   assert found.bytes == 2 * 8 * 8 * 2
+
+
+def test_a_collective_that_is_split_over_fusions_counts_once():
+  text = (
+      '%part (p: f32[8,4]) -> f32[16,4] {\n'
+      '  %p = f32[8,4]{1,0} parameter(0)\n'
+      '  ROOT %g = f32[16,4]{1,0} all-gather(%p), channel_id=7,'
+      ' replica_groups={{0,1}}, dimensions={0}\n'
+      '}\n'
+      'ENTRY %main (a: f32[8,4]) -> f32[16,4] {\n'
+      '  %a = f32[8,4]{1,0} parameter(0)\n'
+      '  %begun = f32[16,4]{1,0} fusion(%a), kind=kCustom, calls=%part\n'
+      '  ROOT %done = f32[16,4]{1,0} fusion(%a), kind=kCustom, calls=%part\n'
+      '}\n'
+  )
+  (found,) = hlo.cost(text).collectives
+  assert (found.count, found.bytes) == (1, 16 * 4 * 4)
 
 
 def test_text_without_an_entry_is_refused():

@@ -26,6 +26,11 @@ REFUSAL = (
 def test_the_bytes_that_were_refused_are_read():
   assert bytes_wanted(REFUSAL) == pytest.approx(33.07 * 2**30, abs=1)
   assert bytes_wanted(REFUSAL.replace('33.07G', '512.5M')) == 512.5 * 2**20
+  temporaries = (
+      'RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required'
+      ' for HLO temporaries (44.02G) exceeds available HBM (15.75G).'
+  )
+  assert bytes_wanted(temporaries) == pytest.approx(44.02 * 2**30, abs=1)
 
 
 @pytest.mark.parametrize(
