@@ -66,6 +66,7 @@ _NO_MACHINE = {
     'TPU_SKIP_MDS_QUERY': '1',
     'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
     'TPU_WORKER_HOSTNAMES': 'localhost',
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
 _TPUS = tuple(name for name, chip in CHIPS.items() if chip.dimensions)
 _GPUS = tuple(name for name, chip in CHIPS.items() if not chip.dimensions)
@@ -111,8 +112,9 @@ class Topology:
             "a machine with libtpu: pip install -r requirements-dev.txt, or a"
             " 'gpu:' topology")  # fmt: skip
     # The library asks Google's metadata server what machine it is on, which
-    # takes minutes where there is none, and complains about each answer that it
-    # does not get. Nothing that is compiled depends on them.
+    # takes minutes where there is none, complains about each answer that it
+    # does not get, and lets one process at a time have the chips. Nothing that
+    # is compiled depends on any of it.
     for name, value in _NO_MACHINE.items():
       os.environ.setdefault(name, value)
     try:
