@@ -83,7 +83,7 @@ def get_config(size: str = '1.5B') -> Experiment:
       policy=PolicySettings(
           path=model,
           model=ModelConfig(
-              layer_loop='scan', compute_dtype='bfloat16', remat=True
+              layer_loop='scan', compute_dtype='bfloat16', remat='full'
           ),
       ),
       mesh=MeshSettings(

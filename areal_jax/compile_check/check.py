@@ -19,7 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.compile_check.chips import Topology
-from areal_jax.compile_check.programs import Program, Side, compile_program
+from areal_jax.compile_check.programs import (
+    Program,
+    Side,
+    Task,
+    compile_program,
+)
 from areal_jax.compile_check.reshard import Reshard, reshard
 from areal_jax.experiment import PreparedShapes
 from areal_jax.mesh.rules import Rules
@@ -149,8 +154,8 @@ def check(
   train = _Train(prepared, slices, rules)
   rollout = _Rollout(prepared, slices, rules)
   programs = []
-  for name, side, trace in (*train.programs(), *rollout.programs()):
-    programs.append(compile_program(name, side, trace))
+  for task in (*train.tasks(), *rollout.tasks()):
+    programs.append(compile_program(task))
     tell(programs[-1])
   hbm = topology.chip.hbm
   colocated = settings.mesh.colocated
@@ -159,7 +164,7 @@ def check(
           programs, hbm, beside=rollout.total if colocated else 0
       ),
       'rollout': rollout.holding(
-          programs, hbm, beside=train.total if colocated else 0
+          programs, hbm, beside=train.resting if colocated else 0
       ),
   }
   fits = all(holding.fits for holding in holdings.values())
@@ -199,6 +204,7 @@ class _Train:
     self._mesh = slices.train
     self._rules = rules
     self._settings = prepared.settings.train
+    self._largest = self._settings.packing.shapes[0]
     self._policy, self._critic = self._steps(self._settings)
 
   def _steps(
@@ -209,10 +215,8 @@ class _Train:
         prepared.model, settings, self._mesh, self._rules, prepared.reference
     )
 
-  def programs(
-      self,
-  ) -> list[tuple[str, Side, Callable[[], jax.stages.Traced]]]:
-    """Name, side and trace of each."""
+  def tasks(self) -> list[Task]:
+    """Programs of a step, for the largest of the shapes."""
     found = []
     for step, prefix, more in (
         (self._policy, '', self._settings.scores),
@@ -220,10 +224,10 @@ class _Train:
     ):
       if step is None:
         continue
-      for name in step.program_names(*more):
-        if name not in _EMPTY:
-          trace = functools.partial(step.trace, name)
-          found.append((prefix + name, 'train', trace))
+      for name, shape in step.programs(*more):
+        if name not in _EMPTY and shape in (None, self._largest):
+          trace = functools.partial(step.trace, name, shape)
+          found.append(Task(prefix + name, 'train', trace))
     return found
 
   @functools.cached_property
@@ -240,6 +244,12 @@ class _Train:
   @property
   def total(self) -> int:
     return sum(self.kinds.values())
+
+  @property
+  def resting(self) -> int:
+    """Bytes a chip while the other side works on the same chips."""
+    away = self._settings.offload_optimizer
+    return self.total - (self.kinds['optimizer'] if away else 0)
 
   @functools.cached_property
   def gradients(self) -> int:
@@ -308,12 +318,12 @@ class _Train:
       rows = rows * 2 if fits else rows // 2 // shards * shards
       if not rows:
         break
-      larger = dataclasses.replace(packing, rows=rows)
-      step, _ = self._steps(dataclasses.replace(self._settings, packing=larger))
+      other = dataclasses.replace(packing, rows=rows, fewer=())
+      step, _ = self._steps(dataclasses.replace(self._settings, packing=other))
+      trace = functools.partial(step.trace, 'accumulate', other.shapes[0])
       program = compile_program(
-          f'accumulate, {rows} rows', 'train',
-          functools.partial(step.trace, 'accumulate'),
-      )  # fmt: skip
+          Task(f'accumulate, {rows} rows', 'train', trace)
+      )
       tell(program)
       held = self.total + self.gradients + self._batches()
       right = not program.refused and _peak(program, held) <= room
@@ -354,10 +364,8 @@ class _Rollout:
   def total(self) -> int:
     return self._needs.total
 
-  def programs(
-      self,
-  ) -> list[tuple[str, Side, Callable[[], jax.stages.Traced]]]:
-    """Name, side and trace of each: the largest of its kind."""
+  def tasks(self) -> list[Task]:
+    """Programs of a replica, the largest of each kind."""
     engine, shapes = self._engine, self._engine.settings
     weights = cast(
         placed(
@@ -367,17 +375,13 @@ class _Rollout:
     )
     bucket = shapes.longest_piece
     rows, columns = shapes.piece_rows(bucket), shapes.live_buckets[-1]
+    extend = functools.partial(engine.trace_extend, weights, rows, bucket)
+    generate = functools.partial(engine.trace_generate, weights, columns)
+    # All of the cache is live, which may be less than all slots could have.
+    live = min(1.0, shapes.total_pages / (shapes.slots * columns))
     return [
-        (
-            'extend',
-            'rollout',
-            lambda: engine.trace_extend(weights, rows, bucket),
-        ),
-        (
-            'generate',
-            'rollout',
-            lambda: engine.trace_generate(weights, columns),
-        ),
+        Task('extend', 'rollout', extend),
+        Task('generate', 'rollout', generate, live),
     ]
 
   def holding(
@@ -455,13 +459,18 @@ def _advise_training(prepared: PreparedShapes, report: Report) -> list[str]:
         f' {state / 2**30:.1f} GiB of {hbm / 2**30:.1f}, and a share of that'
         ' over more chips'
     )
+    if settings.train.optimizer.kind == 'adamw':
+      found.append(
+          "train.optimizer.kind='adafactor': a row and a column for each"
+          ' matrix in place of two moments'
+      )
     if not model.lora.projections:
       found.append(
           'policy.model.lora.projections: adapters need neither moments nor'
           ' gradients of the base'
       )
-  if not model.remat:
-    found.append('policy.model.remat=True: activations are computed again')
+  if model.remat in ('none', 'dots'):
+    found.append("policy.model.remat='full': activations are computed again")
   if model.compute_dtype != 'bfloat16':
     found.append(
         "policy.model.compute_dtype='bfloat16': activations of half the size"

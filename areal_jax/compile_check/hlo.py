@@ -98,8 +98,8 @@ class Cost:
     flops: of its matrix products.
     bytes: from and to its memory.
     collectives: sorted by what they send, most first.
-    kernels: hand-written kernels by name and how often they run; what they
-      compute is not in `flops`, what they read and write as a whole in `bytes`.
+    kernels: hand-written kernels by name and how often they run. What they
+      compute and move is in no text: it is not in the other numbers.
     unknown_loops: how many loops turn a number of times that XLA does not know;
       they are counted as if they did once.
     arguments: bytes of what goes in, without what their layout adds.
@@ -261,10 +261,10 @@ class _Module:
         sums.add(self._sum(name, fused=True))
     elif op == 'custom-call':
       target = _target(each)
-      if target in _HELPERS:
-        return sums
       if target in KERNELS:
         sums.kernels[target] += 1
+      if target in KERNELS or target in _HELPERS:
+        return sums
     elif op in ('dot', 'convolution'):
       sums.flops += self._product(computation, each)
     else:

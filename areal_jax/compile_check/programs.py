@@ -107,18 +107,43 @@ class Program:
     )
 
 
-def compile_program(
-    name: str, side: Side, trace: Callable[[], jax.stages.Traced]
-) -> Program:
-  """Compiles a program and reads what it needs.
+@dataclasses.dataclass(frozen=True, order=True)
+class KernelCost:
+  """What kernels compute, and bytes that they move."""
 
-  Args:
+  flops: float = 0.0
+  bytes: float = 0.0
+
+  def __add__(self, other: KernelCost) -> KernelCost:
+    return KernelCost(self.flops + other.flops, self.bytes + other.bytes)
+
+  def times(self, count: float) -> KernelCost:
+    """The same so many times."""
+    return KernelCost(count * self.flops, count * self.bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """A program to be compiled.
+
+  Attributes:
     name: of it.
     side: which mesh it runs on.
-    trace: gives it.
+    trace: gives it, from shapes.
+    live: see `kernel_cost`.
   """
+
+  name: str
+  side: Side
+  trace: Callable[[], jax.stages.Traced]
+  live: float = 1.0
+
+
+def compile_program(task: Task) -> Program:
+  """Compiles a program and reads what it needs."""
+  name, side = task.name, task.side
   start = time.monotonic()
-  traced = trace()
+  traced = task.trace()
   try:
     compiled = traced.lower().compile()
   except jax.errors.JaxRuntimeError as error:
@@ -128,8 +153,9 @@ def compile_program(
     return Program(name, side, time.monotonic() - start, None, None, refused)
   seconds = time.monotonic() - start
   cost = hlo.cost(compiled.as_text())
+  kernels = kernel_cost(traced.jaxpr.jaxpr, task.live)
   cost = dataclasses.replace(
-      cost, flops=cost.flops + kernel_flops(traced.jaxpr.jaxpr)
+      cost, flops=cost.flops + kernels.flops, bytes=cost.bytes + kernels.bytes
   )
   return Program(name, side, seconds, _memory(compiled), cost)
 
@@ -148,43 +174,97 @@ def bytes_wanted(message: str) -> int:
   return math.ceil(float(number) * _UNITS[unit])
 
 
-def kernel_flops(jaxpr: Any) -> float:
-  """Operations of the matrix products in Pallas kernels, on one device.
+def kernel_cost(jaxpr: Any, live: float = 1.0) -> KernelCost:
+  """What Pallas kernels compute and move, on one device.
 
-  A compiled module shows of a kernel what goes in and out. Its products are
-  counted where it is written: those of its body times the points of its grid,
-  half of them in the splash kernels, which skip what lies ahead of a query.
+  A compiled module shows of a kernel what goes in and out. So its products are
+  counted where it is written, those of its body times the points of its grid;
+  and what it moves by its blocks: one is copied whenever its place may change,
+  that is with each point of the axes up to the last that its place depends on.
+  Half of both in the splash kernels, which skip what lies ahead of a query.
   Loops turn as often as is known, and once where it is not; of branches the
   dearest counts.
+
+  Args:
+    jaxpr: of the program.
+    live: share of its points that a kernel has whose grid is known only when
+      it runs. At most they are as many as entries in the first list that it is
+      given beforehand.
   """
-  return _flops(jaxpr, in_kernel=False)
-
-
-def _flops(jaxpr: Any, *, in_kernel: bool) -> float:
-  total = 0.0
+  total = KernelCost()
   for equation in jaxpr.eqns:
     name, given = equation.primitive.name, equation.params
     if name == 'pallas_call':
-      points = math.prod(given['grid_mapping'].grid)
-      called = str(given.get('name') or given.get('name_and_src_info', ''))
-      share = _CAUSAL if 'splash' in called else 1.0
-      total += share * points * _flops(given['jaxpr'], in_kernel=True)
-    elif name == 'dot_general' and in_kernel:
+      total += _of_kernel(equation, live)
+      continue
+    inside = [
+        kernel_cost(part, live)
+        for value in given.values()
+        for part in _jaxprs(value)
+    ]
+    if name == 'cond':
+      total += max(inside, default=KernelCost())
+    else:
+      times = given['length'] if name == 'scan' else 1
+      total += sum(inside, KernelCost()).times(times)
+  return total
+
+
+def _of_kernel(equation: Any, live: float) -> KernelCost:
+  given = equation.params
+  mapping = given['grid_mapping']
+  share = _CAUSAL if 'splash' in str(given['name']) else 1.0
+  grid = []
+  for size in mapping.grid:
+    if not isinstance(size, int):
+      listed = equation.invars[mapping.num_dynamic_grid_bounds].aval
+      size = live * listed.shape[0]
+    grid.append(size)
+  moved = 0.0
+  for block in mapping.block_mappings:
+    axes = 1 + _last_axis(block.index_map_jaxpr.jaxpr, len(grid))
+    size = math.prod(_block_sizes(block)) * block.array_aval.dtype.itemsize
+    moved += size * math.prod(grid[:axes])
+  points = math.prod(grid)
+  return KernelCost(share * points * _products(given['jaxpr']), share * moved)
+
+
+def _block_sizes(block: Any) -> list[int]:
+  """Elements along each axis of a block; 1 along those that it leaves out."""
+  sizes = []
+  for size in block.block_shape:
+    size = getattr(size, 'block_size', size)
+    sizes.append(size if isinstance(size, int) else 1)
+  return sizes
+
+
+def _last_axis(index_map: Any, axes: int) -> int:
+  """The last axis of the grid that a block's place depends on; -1 for none."""
+  reach = {var: axis for axis, var in enumerate(index_map.invars[:axes])}
+  for equation in index_map.eqns:
+    known = [reach.get(v, -1) for v in equation.invars if not hasattr(v, 'val')]
+    for var in equation.outvars:
+      reach[var] = max(known, default=-1)
+  known = [reach.get(v, -1) for v in index_map.outvars if not hasattr(v, 'val')]
+  return max(known, default=-1)
+
+
+def _products(jaxpr: Any) -> float:
+  """Operations of the matrix products in a kernel's body."""
+  total = 0.0
+  for equation in jaxpr.eqns:
+    name, given = equation.primitive.name, equation.params
+    if name == 'dot_general':
       (axes, _), _ = given['dimension_numbers']
       shape = equation.invars[0].aval.shape
       contracted = math.prod(shape[axis] for axis in axes)
       total += 2.0 * contracted * math.prod(equation.outvars[0].aval.shape)
+      continue
+    inside = [_products(p) for v in given.values() for p in _jaxprs(v)]
+    if name == 'cond':
+      total += max(inside, default=0.0)
     else:
-      inside = [
-          _flops(part, in_kernel=in_kernel)
-          for value in given.values()
-          for part in _jaxprs(value)
-      ]
-      if name == 'cond':
-        total += max(inside, default=0.0)
-      else:
-        times = given['length'] if name == 'scan' else 1
-        total += times * sum(inside)
+      total += (given['length'] if name == 'scan' else 1) * sum(inside)
   return total
 
 

@@ -8,12 +8,14 @@ import pytest
 from areal_jax.compile_check.chips import CHIPS
 from areal_jax.compile_check.hlo import Collective, Cost
 from areal_jax.compile_check.programs import (
+    KernelCost,
     Memory,
     Program,
     Roofline,
+    Task,
     bytes_wanted,
     compile_program,
-    kernel_flops,
+    kernel_cost,
 )
 
 REFUSAL = (
@@ -45,7 +47,7 @@ def test_another_failure_passes_through():
     raise jax.errors.JaxRuntimeError('INTERNAL: something else')
 
   with pytest.raises(jax.errors.JaxRuntimeError, match='something else'):
-    compile_program('x', 'train', fail)
+    compile_program(Task('x', 'train', fail))
 
 
 def multiply(a, b):
@@ -73,18 +75,20 @@ def test_products_of_kernels_count_by_their_grid_and_by_loops_around():
   b = jnp.zeros((5, 32, 16))
   once = 2 * 64 * 32 * 16
   traced = jax.jit(multiply).trace(a, b[0])
-  assert kernel_flops(traced.jaxpr.jaxpr) == once
+  # Each half of the rows once, the other matrix once, each half of the result.
+  moved = 4 * (64 * 32 + 32 * 16 + 64 * 16)
+  assert kernel_cost(traced.jaxpr.jaxpr) == KernelCost(once, moved)
 
   def scanned(a, b):
     return jax.lax.scan(lambda c, w: (c, multiply(a, w)), 0.0, b)[1]
 
   traced = jax.jit(scanned).trace(a, b)
-  assert kernel_flops(traced.jaxpr.jaxpr) == 5 * once
+  assert kernel_cost(traced.jaxpr.jaxpr) == KernelCost(5 * once, 5 * moved)
 
 
 def test_products_outside_of_kernels_are_none_of_them():
   traced = jax.jit(jnp.matmul).trace(jnp.zeros((4, 4)), jnp.zeros((4, 4)))
-  assert kernel_flops(traced.jaxpr.jaxpr) == 0
+  assert kernel_cost(traced.jaxpr.jaxpr) == KernelCost()
 
 
 def test_the_roofline_is_the_slowest_of_three():
@@ -107,7 +111,7 @@ def test_a_refused_program_has_no_roofline():
 def test_a_program_is_compiled_and_measured():
   square = jax.jit(lambda x: x @ x)
   shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-  found = compile_program('square', 'train', lambda: square.trace(shape))
+  found = compile_program(Task('square', 'train', lambda: square.trace(shape)))
   assert found.refused == 0 and found.compile_s > 0
   assert found.cost.flops == 2 * 64**3
   assert found.memory.arguments == found.cost.arguments == 64 * 64 * 4
