@@ -234,6 +234,8 @@ def _run_rows(
         window=None if window is None else window_tokens(window),
         cap=cap,
         one_head_at_a_time=platform == 'cpu',
+        # Small ones stay in the cache of a core, and more of them are skipped.
+        blocks=(128, 128) if platform == 'cpu' else (512, 512),
     )
   from areal_jax.models import kernels  # Pallas takes a second to import
 

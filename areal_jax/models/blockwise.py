@@ -35,9 +35,6 @@ _NOTHING = 0.5 * MASKED
 # A window that leaves nothing out; places are smaller.
 NO_WINDOW = np.iinfo(np.int32).max
 
-_QUERIES = 256  # of a block, times the heads of a group
-_KEYS = 256
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +76,7 @@ def attend(
     window: Array | int | None = None,
     cap: float = 0.0,
     one_head_at_a_time: bool = False,
-    blocks: tuple[int, int] = (_QUERIES, _KEYS),
+    blocks: tuple[int, int],
 ) -> Array:
   """softmax(q kᵀ) v by blocks; what a query sees is as in `attention.Sight`.
 

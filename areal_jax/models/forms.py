@@ -38,9 +38,12 @@ PAGES = ('gathered', 'mosaic', 'triton')
 # Forms whose programs are built for one window.
 KNOWN_WINDOW = ('splash', 'cudnn')
 
-# Queries times keys of one row from which on memory counts for more than the
-# last percent of speed.
+# Queries times keys of one row from which on blocks are better than all scores
+# at once. On two busy CPU cores, gradients at rows of 128, 256, 512 tokens took
+# 7, 66, 198 ms head by head and 11, 28, 37 ms by blocks (`benchmarks.attention`
+# has more); elsewhere it is memory that counts.
 LONG = 1024 * 1024
+LONG_ON_CPU = 256 * 256
 
 # Above this many heads the unrolled loop costs more to compile than it saves.
 _MOST_HEADS_UNROLLED = 16
@@ -119,7 +122,8 @@ def of_rows(setting: str, rows: Rows) -> str:
   Raises:
     ConfigError: a form that cannot do it, with the reason.
   """
-  long = rows.queries * rows.keys >= LONG
+  least = LONG_ON_CPU if rows.platform == 'cpu' else LONG
+  long = rows.queries * rows.keys >= least
   plain = ['blockwise', 'grouped'] if long else ['grouped']
   if rows.platform == 'cpu' and not long and _few_whole_heads(rows):
     plain = ['by_head']

@@ -33,9 +33,11 @@ def of_pages(**changes):
     [
         # Long rows on a CPU; short ones by whether heads are few and whole.
         ('blockwise', dict()),
-        ('by_head', dict(queries=512, keys=512)),
-        ('grouped', dict(queries=512, keys=512, head_parts=2)),
-        ('grouped', dict(queries=512, keys=512, heads=32)),
+        ('by_head', dict(queries=192, keys=192)),
+        ('grouped', dict(queries=192, keys=192, head_parts=2)),
+        ('grouped', dict(queries=192, keys=192, heads=32)),
+        ('blockwise', dict(queries=256, keys=256)),
+        ('grouped', dict(platform='tpu', queries=1000, keys=1000)),
         ('splash', dict(platform='tpu')),
         ('splash', dict(platform='tpu', window=True, cap=True)),
         ('splash', dict(platform='tpu', queries=1024, whole=False)),
