@@ -34,8 +34,15 @@ def tpu():
   pytest.importorskip('libtpu', reason='libtpu is not installed')
   from jax.experimental import topologies
 
-  # Without it libtpu asks the cloud where it runs, and waits for the answer.
-  os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+  # Without them libtpu asks the cloud where it runs, waits for the answer, and
+  # lets one process at a time have the chips.
+  for name, value in (
+      ('TPU_SKIP_MDS_QUERY', '1'),
+      ('TPU_ACCELERATOR_TYPE', 'v5litepod-4'),
+      ('TPU_WORKER_HOSTNAMES', 'localhost'),
+      ('ALLOW_MULTIPLE_LIBTPU_LOAD', '1'),
+  ):
+    os.environ.setdefault(name, value)
   topology = topologies.get_topology_desc(
       topology_name='v5e:2x2', platform='tpu'
   )
@@ -44,8 +51,8 @@ def tpu():
   )
 
 
-def on(mesh, shape, dtype, *axes):
-  sharding = Rules().sharding(axes, shape, mesh)
+def on(mesh, shape, dtype, *axes, rules=Rules()):
+  sharding = rules.sharding(axes, shape, mesh)
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
@@ -59,29 +66,56 @@ def params_on(config, mesh):
   )
 
 
-def compiled_step(mesh, tokens):
-  """The gradient of one layer over two rows a device, for these TPUs."""
-  rows = on(mesh, (4, tokens), jnp.int32, 'batch', 'time')
-
-  def loss(params, ids, positions, segments):
-    hidden = transformer.hidden(
-        CONFIG, params, ids, positions, segments, mesh=mesh, rules=Rules()
-    )
-    return jnp.square(hidden.astype(jnp.float32)).sum()
-
-  return (
-      jax.jit(jax.grad(loss))
-      .lower(params_on(CONFIG, mesh), rows, rows, rows)
-      .compile()
-  )
-
-
-def test_training_on_tpus_runs_splash_attention_forward_and_backward(tpu):
-  text = compiled_step(tpu, 1024).as_text()
+def assert_has_splash(text, tokens):
   for phase in ('fwd', 'dq', 'dkv'):
     assert f'splash_mha_{phase}_segmented' in text
   # No mask and no scores of all queries and keys.
-  assert '1024,1024]' not in text
+  assert f'{tokens},{tokens}]' not in text
+
+
+@pytest.mark.parametrize(
+    'rules', [Rules(), Rules(batch=None, time='fsdp')], ids=['rows', 'places']
+)
+def test_attention_on_tpus_is_a_kernel_forward_and_backward(tpu, rules):
+  rows = lambda heads: on(
+      tpu, (2, 1024, heads, 64), jnp.bfloat16, 'batch', 'time', 'heads', 'head',
+      rules=rules,
+  )  # fmt: skip
+  segments = on(tpu, (2, 1024), jnp.int32, 'batch', 'time', rules=rules)
+
+  def loss(q, k, v, segments):
+    mixed = attention.attend(
+        q,
+        k,
+        v,
+        attention.Sight.of_rows(1024, segments),
+        platform='tpu',
+        window=300,
+        cap=50.0,
+        mesh=tpu,
+        rules=rules,
+    )
+    return mixed.astype(jnp.float32).sum()
+
+  program = jax.jit(jax.grad(loss, (0, 1, 2)))
+  inputs = rows(4), rows(2), rows(2), segments
+  assert_has_splash(program.lower(*inputs).compile().as_text(), 1024)
+
+
+@pytest.mark.slow
+def test_training_on_tpus_runs_splash_attention_in_its_layers(tpu):
+  rows = on(tpu, (4, 1024), jnp.int32, 'batch', 'time')
+
+  def loss(params, ids, positions, segments):
+    hidden = transformer.hidden(
+        CONFIG, params, ids, positions, segments, mesh=tpu, rules=Rules()
+    )
+    return jnp.square(hidden.astype(jnp.float32)).sum()
+
+  lowered = jax.jit(jax.grad(loss)).lower(
+      params_on(CONFIG, tpu), rows, rows, rows
+  )
+  assert_has_splash(lowered.compile().as_text(), 1024)
 
 
 def test_decode_on_tpus_runs_the_kernel_over_the_donated_cache(tpu):
