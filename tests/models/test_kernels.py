@@ -4,13 +4,13 @@ What the kernels compute is compared in `test_attention.py`, interpreted.
 """
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.compile_check.chips import has_libtpu, parse_topology
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import attention, transformer
 from areal_jax.models.config import ModelConfig
@@ -31,24 +31,10 @@ CONFIG = ModelConfig(
 @pytest.fixture(scope='module')
 def tpu():
   """A mesh [fsdp, tensor] of four TPUs that nobody has."""
-  pytest.importorskip('libtpu', reason='libtpu is not installed')
-  from jax.experimental import topologies
-
-  # Without them libtpu asks the cloud where it runs, waits for the answer, and
-  # lets one process at a time have the chips.
-  for name, value in (
-      ('TPU_SKIP_MDS_QUERY', '1'),
-      ('TPU_ACCELERATOR_TYPE', 'v5litepod-4'),
-      ('TPU_WORKER_HOSTNAMES', 'localhost'),
-      ('ALLOW_MULTIPLE_LIBTPU_LOAD', '1'),
-  ):
-    os.environ.setdefault(name, value)
-  topology = topologies.get_topology_desc(
-      topology_name='v5e:2x2', platform='tpu'
-  )
-  return jax.sharding.Mesh(
-      np.array(topology.devices).reshape(2, 2), ('fsdp', 'tensor')
-  )
+  if not has_libtpu():
+    pytest.skip('libtpu is not installed: nothing compiles for TPU')
+  devices = parse_topology('v5e:2x2').devices()
+  return jax.sharding.Mesh(np.array(devices).reshape(2, 2), ('fsdp', 'tensor'))
 
 
 def on(mesh, shape, dtype, *axes, rules=Rules()):
