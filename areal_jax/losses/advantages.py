@@ -490,7 +490,7 @@ def _spread(
     return advantages, returns
   # Discount of what follows a token, from one sampled token to the next.
   step = np.full(count, settings.gamma)
-  if turn_ids is not None:
+  if turn_ids is not None and settings.turn_discount != 1:
     new_turn = np.diff(np.asarray(turn_ids)[places]) != 0
     step[:-1] *= np.where(new_turn, settings.turn_discount, 1.0)
   delta = np.zeros(count)

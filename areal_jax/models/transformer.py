@@ -198,8 +198,8 @@ class Block(nnx.Module):
     if sparse:
       more, routing = self._experts(h, layout, routers)
     else:
-      gate = _ACTIVATIONS[c.activation](self._project(h, 'gate'))
-      h = layout(gate * self._project(h, 'up'), 'tokens', 'mlp')
+      h = _gated(c, self._project(h, 'gate'), self._project(h, 'up'))
+      h = layout(h, 'tokens', 'mlp')
       more = self._project(h, 'down')
     if c.post_norms:
       more = _rms_norm(c, more, self.mlp_post_norm)
@@ -1066,6 +1066,17 @@ def _filled(state: nnx.State, params: Params) -> nnx.State:
   filled = jax.tree.map(lambda leaf: leaf, state)
   nnx.replace_by_pure_dict(filled, params)
   return filled
+
+
+def _gated(config: ModelConfig, gate: Array, up: Array) -> Array:
+  """activation(gate) · up, [M, F].
+
+  The backward pass computes the activation again instead of keeping what lies
+  between: arrays of the MLP's width are the largest of a layer, and on a CPU
+  each of them that is kept is a pass over memory by itself.
+  """
+  activation = _ACTIVATIONS[config.activation]
+  return jax.checkpoint(lambda gate, up: activation(gate) * up)(gate, up)
 
 
 def _rms_norm(config: ModelConfig, x: Array, weight: nnx.Param) -> Array:
