@@ -40,8 +40,8 @@ KNOWN_WINDOW = ('splash', 'cudnn')
 
 # Queries times keys of one row from which on blocks are better than all scores
 # at once. On two busy CPU cores, gradients at (rows, tokens, N, K, H) =
-# (24, 128, 4, 4, 24), (16, 256, 4, 2, 64), (8, 512, 4, 2, 64) took 7, 66, 198 ms
-# head by head and 11, 28, 37 ms by blocks. Elsewhere it is memory that counts.
+# (24, 128, 4, 4, 24), (16, 256, 4, 2, 64), (8, 512, 4, 2, 64) took 7, 66, 198
+# ms head by head and 11, 28, 37 by blocks. Elsewhere it is memory that counts.
 LONG = 1024 * 1024
 LONG_ON_CPU = 256 * 256
 
