@@ -313,6 +313,13 @@ def host_share(
 # Other systems.
 
 
+def shape_of(config: ModelConfig) -> dict[str, int]:
+  """What other systems have to know of the policy."""
+  fields = ('vocab_size', 'width', 'layers', 'heads', 'kv_heads', 'head_size')
+  fields = (*fields, 'mlp_width', 'max_length')
+  return {name: getattr(config, name) for name in fields}
+
+
 class Peer:
   """Another system in a process of its own, which waits for work.
 
@@ -323,9 +330,7 @@ class Peer:
   """
 
   def __init__(self, python: str, script: str, config: ModelConfig):
-    fields = ('vocab_size', 'width', 'layers', 'heads', 'kv_heads', 'head_size')
-    fields = (*fields, 'mlp_width', 'max_length')
-    shape = {name: getattr(config, name) for name in fields}
+    shape = shape_of(config)
     self._name = script
     self._log = tempfile.TemporaryFile('w+')
     self._child = subprocess.Popen(
