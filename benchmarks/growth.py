@@ -1,16 +1,16 @@
-"""How cost grows: with the length of sequences, the policy and the microbatches.
+"""How cost grows: with sequences' length, the policy and the microbatches.
 
   python -m benchmarks.growth --output=docs/growth.png
   python -m benchmarks.growth --short
 
 Five series, each of points that differ in one number. The train step is that of
-a run: loss and gradient of every microbatch, then one update of AdamW. Decode is
-a dispatch of an engine whose slots are all at the end of long sequences; what
-their caches hold does not matter for the cost, so it is never computed.
+a run: loss and gradient of every microbatch, then one update of AdamW. Decode
+is a dispatch of an engine whose slots are all at the end of long sequences;
+what their caches hold does not matter for the cost, so it is never computed.
 
   train, length        one sequence of T tokens a row, one row, a narrow policy
   decode, length       8 slots of T tokens each, the same policy
-  train, parameters    1,024 tokens in sequences of 128, two layers, rising width
+  train, parameters    8 sequences of 128 tokens, two layers of rising width
   decode, parameters   8 slots of 256 tokens, the same policies
   train, microbatches  so many of 640 tokens each in one update
 
@@ -38,7 +38,7 @@ import math
 import pathlib
 import statistics
 import time
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from absl import app, flags
 import jax
@@ -83,7 +83,7 @@ class Point:
   held: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Axis:
   """What a series varies, and how much cost may grow with it.
 
@@ -96,7 +96,7 @@ class Axis:
 
   name: str
   unit: str
-  time: dict[str, float]
+  time: Mapping[str, float]
   held: float
 
 
@@ -175,49 +175,52 @@ def wide(width: int) -> ModelConfig:
 # What is measured.
 
 
-def train_point(
-    config: ModelConfig, shape: Shape, length: int, count: int, at: int
-) -> Point:
-  """A train step on microbatches that are full.
+class Training:
+  """A train step with its state.
 
   Args:
     config: the policy.
     shape: of a microbatch.
     length: tokens of each sequence, a divisor of the shape's row.
-    count: microbatches.
-    at: what the series varies.
   """
-  mesh = serving.one_device()
-  step = TrainStep(
-      config,
-      policy_objective(PolicyLoss()),
-      OptimizerSettings(learning_rate=1e-5),
-      mesh,
-      Rules(),
-      PackingSettings(shape.row_tokens, shape.rows),
-  )
-  state = step.initial_state(serving.init_params(config, mesh))
-  tokens = count * shape.rows * shape.row_tokens
-  full = filled(shape, length, config.vocab_size)
-  batches = [step.place(full, tokens, 0) for _ in range(count)]
 
-  def call() -> Any:
-    nonlocal state
-    total = step.accumulate(state, batches)
-    state, outcome = step.apply(state, total, teaches=True)
-    return state.policy.trainable, outcome
+  def __init__(self, config: ModelConfig, shape: Shape, length: int):
+    mesh = serving.one_device()
+    self._shape = shape
+    self._full = filled(shape, length, config.vocab_size)
+    self._step = TrainStep(
+        config,
+        policy_objective(PolicyLoss()),
+        OptimizerSettings(learning_rate=1e-5),
+        mesh,
+        Rules(),
+        PackingSettings(shape.row_tokens, shape.rows),
+    )
+    self._state = self._step.initial_state(serving.init_params(config, mesh))
+    self._step.warm_up()
 
-  step.warm_up()
-  seconds = seconds_of(call)
-  placed = _bytes(batches)
-  held = max(
-      _held(step.program('accumulate', shape))
-      + _bytes(state.policy.optimizer)
-      + placed
-      - placed // count,
-      _held(step.program('apply')) + placed,
-  )
-  return Point(at, tokens, seconds, held)
+  def point(self, count: int, at: int) -> Point:
+    """An update from so many microbatches, all of them full."""
+    tokens = count * self._shape.rows * self._shape.row_tokens
+    batches = [self._step.place(self._full, tokens, 0) for _ in range(count)]
+
+    def call() -> Any:
+      total = self._step.accumulate(self._state, batches)
+      self._state, outcome = self._step.apply(self._state, total, teaches=True)
+      return self._state.policy.trainable, outcome
+
+    seconds = seconds_of(call)
+    return Point(at, tokens, seconds, self._held(_bytes(batches), count))
+
+  def _held(self, placed: int, count: int) -> int:
+    """Bytes at once, with `count` microbatches placed."""
+    accumulate = self._step._program('accumulate', self._shape)
+    moments = _bytes(self._state.policy.optimizer)
+    others = placed - placed // count
+    return max(
+        _held(accumulate) + moments + others,
+        _held(self._step._program('apply')) + placed,
+    )
 
 
 def decode_point(config: ModelConfig, length: int, at: int) -> Point:
@@ -228,7 +231,7 @@ def decode_point(config: ModelConfig, length: int, at: int) -> Point:
       steps=_STEPS,
   )  # fmt: skip
   engine = Engine(config, settings, mesh, Rules())
-  params = serving.init_params(config, mesh)
+  params = engine.lay_out(serving.init_params(config, mesh))
   left = _STEPS * (1 + _CALLS)
   prompt = (1,) * (length - left)
   requests = [
@@ -243,14 +246,18 @@ def decode_point(config: ModelConfig, length: int, at: int) -> Point:
   )
   tables = engine.own_tables()
   steps = np.int32(_STEPS)
-  program = engine.program_of_steps(params, state, tables)
+  # Compiled by hand, for what the compiler says of it.
+  program = engine.trace_generate(params, tables.shape[1]).lower().compile()
 
   def call() -> Any:
-    nonlocal state
+    nonlocal state, result
     state, result = program(params, state, tables, steps)
-    return result.tokens
+    return result
 
+  result = None
   seconds = seconds_of(call)
+  if not result.valid.all():
+    raise RuntimeError(f'{length}: slots ended before {left} tokens')
   return Point(at, _SLOTS * _STEPS, seconds, _held(program))
 
 
@@ -304,43 +311,47 @@ def parameters(config: ModelConfig) -> int:
 
 def measure(chosen: Plan) -> list[Series]:
   """All series, told point by point."""
-
-  def series(
-      what: str, axis: Axis, points: Sequence[functools.partial]
-  ) -> Series:
-    found = []
-    for point in points:
-      found.append(point())
-      print(
-          f'{what}, {axis.name} {found[-1].at}:'
-          f' {found[-1].seconds:.4g} s, {found[-1].held / _MIB:.1f} MiB',
-          flush=True,
-      )
-    return Series(what, axis, tuple(found))
-
-  p = functools.partial
-  wides = [wide(width) for width in chosen.widths]
-  few = wide(chosen.widths[0])
-  return [
-      series('train', LENGTH, [
-          p(train_point, narrow(n), Shape(1, n), n, 1, n)
-          for n in chosen.lengths
-      ]),
-      series('decode', LENGTH, [
-          p(decode_point, narrow(n), n, n) for n in chosen.lengths
-      ]),
-      series('train', PARAMETERS, [
-          p(train_point, c, Shape(8, 128), 128, 1, parameters(c))
+  lengths, wides = chosen.lengths, [wide(w) for w in chosen.widths]
+  training = functools.cache(
+      lambda: Training(wides[0], Shape(8, 80), 80)
+  )  # of all microbatches
+  rising = Shape(8, 128)
+  points: dict[tuple[str, Axis], list[Callable[[], Point]]] = {
+      ('train', LENGTH): [
+          lambda n=n: Training(narrow(n), Shape(1, n), n).point(1, n)
+          for n in lengths
+      ],
+      ('decode', LENGTH): [
+          lambda n=n: decode_point(narrow(n), n, n) for n in lengths
+      ],
+      ('train', PARAMETERS): [
+          lambda c=c: Training(c, rising, 128).point(1, parameters(c))
           for c in wides
-      ]),
-      series('decode', PARAMETERS, [
-          p(decode_point, c, 256, parameters(c)) for c in wides
-      ]),
-      series('train', MICROBATCHES, [
-          p(train_point, few, Shape(8, 80), 80, n, n)
-          for n in chosen.microbatches
-      ]),
-  ]  # fmt: skip
+      ],
+      ('decode', PARAMETERS): [
+          lambda c=c: decode_point(c, 256, parameters(c)) for c in wides
+      ],
+      ('train', MICROBATCHES): [
+          lambda n=n: training().point(n, n) for n in chosen.microbatches
+      ],
+  }
+  found = []
+  for (what, axis), calls in points.items():
+    found.append(Series(what, axis, tuple(_told(what, axis, calls))))
+  return found
+
+
+def _told(
+    what: str, axis: Axis, calls: Sequence[Callable[[], Point]]
+) -> Iterator[Point]:
+  for call in calls:
+    point = call()
+    print(
+        f'{what}, {axis.name} {point.at:,}: {point.seconds:.4g} s,'
+        f' {point.held / _MIB:.1f} MiB',
+        flush=True,
+    )
+    yield point
 
 
 # What is reported.
