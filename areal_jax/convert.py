@@ -171,10 +171,10 @@ def _from_ours(
   """From a Hugging Face folder, a run or a checkpoint."""
   # pylint: disable=g-import-not-at-top
   import jax
-  import numpy as np
 
   from areal_jax.config import resolve
   from areal_jax.mesh.rules import Rules
+  from areal_jax.mesh.slices import mesh_of
   from areal_jax.models import hf
   from areal_jax.train import pretrained
 
@@ -182,8 +182,7 @@ def _from_ours(
   config = resolve(found.shape(), '--from')
   files = _files_of(asked, found)
   # The host's memory holds it all; no accelerator is needed.
-  cpu = np.asarray(jax.devices('cpu')[:1]).reshape(1, 1)
-  mesh = jax.sharding.Mesh(cpu, ('fsdp', 'tensor'))
+  mesh = mesh_of(jax.devices('cpu')[:1])
   params = found.load(config, mesh, Rules())
   if asked.form == 'checkpoint':
     _save_checkpoint(folder, config, params, files)

@@ -149,7 +149,9 @@ def _ask(prepared: Prepared, version: int) -> Evaluation:
     scorer = Scorer(reward.function, reward.workers, reward.timeout_s)
     stack.callback(scorer.close)
     scorer.start()
-    model, params = served_policy(prepared, slices.rollout[0], rules)
+    model, params = served_policy(
+        prepared, slices.rollout[0], rules.for_rollout()
+    )
     # Its loops for training are never started.
     engines = build_rollout(
         model, engine, slices, rules,

@@ -379,19 +379,25 @@ class Experiment:
     )
     _check_algorithm(self, at)
     self._validate_adapters(at)
-    shards = self.mesh.train.fsdp
+    mesh = self.mesh.train
     packings = {'train': train.packing}
     if self.warm_start.steps:
       packings['warm_start'] = self.warm_start.packing
     for name, packing in packings.items():
-      for rows in packing.numbers:
-        field = 'rows' if rows == packing.rows else 'fewer'
-        require(
-            rows % shards == 0,
-            f'{at}.{name}.packing.{field}',
-            rows,
-            f'a multiple of mesh.train.fsdp={shards}',
-        )
+      for largest, others, sizes, axes in (
+          ('rows', 'fewer', packing.numbers, ('data', 'fsdp', 'expert')),
+          ('row_tokens', 'shorter', packing.lengths, ('context',)),
+      ):
+        parts = {axis: getattr(mesh, axis) for axis in axes}
+        used = [f'{axis}={n}' for axis, n in parts.items() if n > 1]
+        for size in sizes:
+          field = largest if size == getattr(packing, largest) else others
+          require(
+              size % math.prod(parts.values()) == 0,
+              f'{at}.{name}.packing.{field}',
+              size,
+              f'a multiple of mesh.train.{" · ".join(used)}',
+          )
 
   def _validate_adapters(self, at: str) -> None:
     names = self.policy.model.lora.projections
@@ -1134,24 +1140,34 @@ def served_policy(
 
 def _check_division(model: ModelConfig, settings: Experiment) -> None:
   """Refuses a mesh over which the policy does not divide."""
-  mesh = settings.mesh
+  train, rollout = settings.mesh.train, settings.mesh.rollout
   over_tensor = {'heads': model.heads}
   if model.dense_layers:
     over_tensor['mlp_width'] = model.mlp_width
-  if model.sparse_layers:
-    over_tensor['moe.experts'] = model.moe.experts
-  for axis, parts, sizes in (
-      ('train.fsdp', mesh.train.fsdp, {'width': model.width}),
-      ('train.tensor', mesh.train.tensor, over_tensor),
-      ('rollout.tensor', mesh.rollout.tensor, over_tensor),
+  experts = {'moe.experts': model.moe.experts} if model.sparse_layers else {}
+  for mesh, axes, sizes in (
+      ('train', ('fsdp', 'expert'), {'width': model.width}),
+      ('train', ('tensor',), over_tensor),
+      ('rollout', ('tensor',), over_tensor),
+      ('train', ('expert', 'tensor'), experts),
+      ('rollout', ('expert', 'tensor'), experts),
   ):
+    of = {axis: getattr(getattr(settings.mesh, mesh), axis) for axis in axes}
+    used = {axis: parts for axis, parts in of.items() if parts > 1}
     for name, size in sizes.items():
       require(
-          size % parts == 0,
-          f'config.mesh.{axis}',
-          parts,
+          size % math.prod(of.values()) == 0,
+          f'config.mesh.{mesh}.{" · ".join(used)}',
+          math.prod(of.values()),
           f"a divisor of the policy's {name}={size}",
       )
+  for mesh, parts in (('train', train.expert), ('rollout', rollout.expert)):
+    require(
+        parts == 1 or bool(model.sparse_layers),
+        f'config.mesh.{mesh}.expert',
+        parts,
+        '1 for a policy without experts',
+    )
 
 
 def _prompts(

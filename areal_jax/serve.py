@@ -3,10 +3,11 @@
   python -m areal_jax.serve --config=experiments/quickstart.py \\
     --run=runs/quickstart --jetstream
 
-The config says the shapes of the engine (`config.rollout.engine`, on
-`config.mesh.rollout.tensor` devices); `--run` names the policy and tokenizer
-of a finished run. `--config.policy.path` and `--config.tokenizer.path` name
-those of anywhere else. SIGTERM or Ctrl-C ends it.
+The config says the shapes of the engine (`config.rollout.engine`, on the
+devices of one replica of `config.mesh.rollout`); `--run` names the policy and
+tokenizer of a finished run. `--config.policy.path` and
+`--config.tokenizer.path` name those of anywhere else. SIGTERM or Ctrl-C ends
+it.
 
 Exit codes: 0 ended by a signal, 1 it failed, 2 a mistake in the settings (one
 line on standard error).
@@ -137,7 +138,6 @@ def _start(policy: PreparedPolicy, port: int) -> Any:
   from areal_jax.mesh.rules import Rules
   from areal_jax.mesh.slices import (
       MeshSettings,
-      RolloutMesh,
       TrainMesh,
       cut,
       machine_devices,
@@ -145,12 +145,10 @@ def _start(policy: PreparedPolicy, port: int) -> Any:
   from areal_jax.rollout import jetstream
   from areal_jax.rollout.engine import Engine
 
-  settings, rules = policy.settings, Rules()
+  settings, rules = policy.settings, Rules().for_rollout()
   # One engine: the orchestrator would put prefixes of one into another.
-  tensor = settings.mesh.rollout.tensor
-  shape = MeshSettings(
-      TrainMesh(tensor=tensor), RolloutMesh(tensor=tensor), colocated=True
-  )
+  alone = dataclasses.replace(settings.mesh.rollout, replicas=1)
+  shape = MeshSettings(TrainMesh(tensor=alone.devices), alone, colocated=True)
   (mesh,) = cut(machine_devices(shape), shape).rollout
   model, params = served_policy(policy, mesh, rules)
   engine = jetstream.JetStreamEngine(

@@ -286,7 +286,7 @@ class Session:
     # programs that reach the devices in different orders would wait for each
     # other for ever. Replicas of one device each decode side by side.
     mesh = settings.mesh
-    collectives = mesh.train.devices > 1 and mesh.rollout.tensor > 1
+    collectives = mesh.train.devices > 1 and mesh.rollout.engine_devices > 1
     self._turns = threading.Lock() if mesh.colocated and collectives else None
 
   def __enter__(self) -> Session:

@@ -8,6 +8,7 @@ import numpy as np
 
 from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules
+from areal_jax.mesh.slices import mesh_of
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.types import Request, SamplingParams
@@ -34,8 +35,8 @@ def mesh(*shape: int, skip: int = 0) -> jax.sharding.Mesh:
   """A (fsdp, tensor) mesh of the pretended devices behind the first `skip`."""
   shape = shape or (1, 1)
   count = int(np.prod(shape))
-  devices = np.asarray(jax.devices()[skip : skip + count]).reshape(shape)
-  return jax.sharding.Mesh(devices, ('fsdp', 'tensor'))
+  devices = jax.devices()[skip : skip + count]
+  return mesh_of(devices, fsdp=shape[0], tensor=shape[1])
 
 
 @functools.cache

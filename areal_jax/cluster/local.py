@@ -248,6 +248,7 @@ def build_rollout(
       training on the same devices has their room.
   """
   served = lora.without(config) if merge else config
+  rules = rules.for_rollout()
   loops, targets = [], []
   for i, mesh in enumerate(slices.rollout):
     engine = Engine(served, settings, mesh, rules)
@@ -347,7 +348,7 @@ def require_memory(
   for mesh in slices.rollout:
     if all(device.memory_stats() is None for device in mesh.devices.flat):
       continue
-    engine = Engine(served, settings, mesh, rules)
+    engine = Engine(served, settings, mesh, rules.for_rollout())
     memory.require_room_on_all(
         engine,
         memory.estimate(

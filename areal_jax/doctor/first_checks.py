@@ -367,7 +367,7 @@ class PlainLoop:
         loop.engine.config,
         {**older, version: self._held()},
         mesh=loop.engine.mesh,
-        rules=self._rules,
+        rules=loop.engine.rules,
         length=loop.engine.settings.max_length,
     )
     records = [t for group in groups for t in group.trajectories]

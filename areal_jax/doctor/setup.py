@@ -190,7 +190,9 @@ def memory(prepared: Prepared) -> Iterator[Verdict]:
   rollout = settings.rollout
   merges = prepared.model if rollout.merge_adapters else None
   served = lora.without(prepared.model) if merges else prepared.model
-  engine = Engine(served, rollout.engine, slices.rollout[0], rules)
+  engine = Engine(
+      served, rollout.engine, slices.rollout[0], rules.for_rollout()
+  )
   generates = rollout_memory.estimate(
       engine,
       rollout.dtype,

@@ -55,6 +55,7 @@ def masked_logps(
     mask: Array,
     *,
     chunk: int,
+    pieces: int = 1,
 ) -> tuple[Array, Array]:
   """`token_logps` of the tokens in a mask, whose logits are never all there.
 
@@ -65,35 +66,49 @@ def masked_logps(
   A chunk without any costs nothing, so time follows the row with the most
   tokens in the mask.
 
+  Where the tokens of a row are cut over devices, `pieces` says over how many:
+  each piece is sorted by itself, so that states stay where they are and every
+  device has logits to compute. Time then follows the piece with the most tokens
+  in the mask.
+
   Args:
-    unembed: states [..., D] to logits [..., V]; may close over parameters.
+    unembed: states [B, T, D] or, in chunks, [B, chunk, D] to logits; of pieces
+      [B, pieces, chunk, D]. It may close over parameters.
     states: [B, T, D] of the last layer, finite.
     ids: [B, T] token ids.
     segment_ids: [B, T] as in `token_logps`.
     temperatures: [B, T] of the token at that position.
     mask: [B, T] positive on the tokens that are asked for.
-    chunk: positions of a row at a time; from T on all at once, without moving
-      and computing anything twice.
+    chunk: positions of a piece at a time; from T / pieces on all at once,
+      without moving and computing anything twice.
+    pieces: equal parts of a row; a divisor of T.
 
   Returns:
     logps, entropy: [B, T] float32 nats, 0 outside the mask as well.
   """
   predicts, targets, temperature = _predictions(ids, segment_ids, temperatures)
   wanted = predicts & (_left(jnp.asarray(mask)) > 0)
-  rows, tokens = wanted.shape
+  tokens = wanted.shape[1] // pieces
   if chunk >= tokens:
     scores = _of_targets(unembed(states), targets, temperature, wanted)
     return _right(scores[0]), _right(scores[1])
-  order = jnp.argsort(~wanted, axis=1, stable=True)
+  inputs = states, targets, temperature, wanted
+  if pieces > 1:
+    inputs = [x.reshape(-1, pieces, tokens, *x.shape[2:]) for x in inputs]
+  *lead, _ = inputs[-1].shape
+  along = len(lead)  # the axis that is sorted and cut
+  order = jnp.argsort(~inputs[-1], axis=along, stable=True)
   count = -(-tokens // chunk)
   chunk = -(-tokens // count)  # as even as can be
 
-  def cut(x: Array) -> Array:  # [B, T, ...] -> [count, B, chunk, ...]
-    x = jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)),
-                            axis=1)  # fmt: skip
-    spare = [(0, 0), (0, count * chunk - tokens), *[(0, 0)] * (x.ndim - 2)]
-    x = jnp.pad(x, spare).reshape(rows, count, chunk, *x.shape[2:])
-    return jnp.moveaxis(x, 1, 0)
+  def cut(x: Array) -> Array:  # [*lead, T, ...] -> [count, *lead, chunk, ...]
+    more = x.ndim - along - 1
+    x = jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * more),
+                            axis=along)  # fmt: skip
+    spare = [(0, 0)] * x.ndim
+    spare[along] = (0, count * chunk - tokens)
+    x = jnp.pad(x, spare).reshape(*lead, count, chunk, *x.shape[along + 1 :])
+    return jnp.moveaxis(x, along, 0)
 
   @jax.checkpoint
   def of_chunk(states, targets, temperature, wanted):
@@ -104,13 +119,14 @@ def masked_logps(
         lambda: (nothing, nothing),
     )
 
-  inputs = [cut(x) for x in (states, targets, temperature, wanted)]
-  _, scores = jax.lax.scan(lambda _, x: (None, of_chunk(*x)), None, inputs)
-  back = jnp.argsort(order, axis=1)
+  parts = [cut(x) for x in inputs]
+  _, scores = jax.lax.scan(lambda _, x: (None, of_chunk(*x)), None, parts)
+  back = jnp.argsort(order, axis=along)
 
-  def joined(x: Array) -> Array:  # [count, B, chunk] -> [B, T]
-    x = jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :tokens]
-    return _right(jnp.take_along_axis(x, back, axis=1))
+  def joined(x: Array) -> Array:  # [count, *lead, chunk] -> [B, T]
+    x = jnp.moveaxis(x, 0, along).reshape(*lead, -1)[..., :tokens]
+    x = jnp.take_along_axis(x, back, axis=along)
+    return _right(x.reshape(wanted.shape))
 
   return joined(scores[0]), joined(scores[1])
 

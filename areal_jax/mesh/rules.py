@@ -9,6 +9,7 @@ https://github.com/jax-ml/jax-llm-examples.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Sequence
 
 import jax
@@ -16,33 +17,56 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from areal_jax.config import ConfigError
 
+# One mesh axis, or several that cut a dimension together, the first outermost.
+Cut = str | tuple[str, ...] | None
+
 
 @dataclasses.dataclass
 class Rules:
-  """The mesh axis of each logical axis; None keeps that axis whole."""
+  """The mesh axes of each logical axis; None keeps that axis whole."""
 
-  # Parameters.
-  layer: str | None = None
-  vocab: str | None = 'tensor'
-  embed: str | None = 'fsdp'  # model width D of a matrix
-  norm: str | None = None  # scales of norms: small, and read by all
-  heads: str | None = 'tensor'
-  kv_heads: str | None = 'tensor'  # whole where it does not divide
-  head: str | None = None
-  mlp: str | None = 'tensor'
-  # Experts are cut like heads: where tokens are whole, each device runs its own
-  # on all of them. `expert_mlp` cuts their columns, for few experts.
-  expert: str | None = 'tensor'
-  expert_mlp: str | None = None
-  scores: str | None = None  # columns of a router, one an expert
-  rank: str | None = None  # of adapters: small
+  # Parameters. The data axis is in none: they are whole along it.
+  layer: Cut = None
+  vocab: Cut = 'tensor'
+  # Model width D of a matrix. Those that are no experts lie over the expert
+  # axis too, or each of its devices would have a copy and its moments.
+  embed: Cut = ('fsdp', 'expert')
+  expert_embed: Cut = 'fsdp'  # D of an expert's matrix
+  norm: Cut = None  # scales of norms: small, and read by all
+  heads: Cut = 'tensor'
+  kv_heads: Cut = 'tensor'  # whole where it does not divide
+  head: Cut = None
+  mlp: Cut = 'tensor'
+  # Over the tensor axis experts are cut like heads: tokens are whole there, and
+  # each device runs its own experts on all of them. `expert_mlp` cuts their
+  # columns, for few experts.
+  expert: Cut = ('expert', 'tensor')
+  expert_mlp: Cut = None
+  scores: Cut = None  # columns of a router, one an expert
+  rank: Cut = None  # of adapters: small
   # Activations and caches.
-  batch: str | None = 'fsdp'  # rows B
-  tokens: str | None = 'fsdp'  # rows · tokens, flattened
-  time: str | None = None  # tokens T of one row
-  width: str | None = None  # model width D of an activation
-  pages: str | None = None
-  page: str | None = None
+  batch: Cut = ('data', 'fsdp', 'expert')  # rows B
+  time: Cut = 'context'  # tokens T of one row
+  tokens: Cut = ('data', 'fsdp', 'expert', 'context')  # B · T, flattened
+  width: Cut = None  # model width D of an activation
+  pages: Cut = None
+  page: Cut = None
+
+  def for_rollout(self) -> Rules:
+    """These rules on a mesh that generates.
+
+    Few tokens are under way at a time there, and whole on every device. So are
+    parameters along the width: gathering them for each token would cost more
+    than the token.
+    """
+    return dataclasses.replace(
+        self,
+        embed=None,
+        expert_embed=None,
+        batch=None,
+        time=None,
+        tokens=None,
+    )
 
   def spec(
       self,
@@ -63,7 +87,7 @@ class Rules:
     if len(axes) != len(shape):
       raise ValueError(f'axes {tuple(axes)} name the shape {tuple(shape)}')
     parts = [self._part(n, s, mesh) for n, s in zip(axes, shape)]
-    used = [p for p in parts if p is not None]
+    used = [axis for part in parts for axis in mesh_axes(part)]
     if len(set(used)) < len(used):
       raise ConfigError(
           f'rules cut two of the axes {tuple(axes)} over one mesh axis:'
@@ -82,27 +106,25 @@ class Rules:
 
   def parts(self, name: str, mesh: jax.sharding.Mesh | None) -> int:
     """Devices that the logical axis `name` is cut over; 1 without a mesh."""
-    axis = self._axis(name)
-    return 1 if mesh is None or axis is None else self._size(name, axis, mesh)
+    cut = self._cut(name)
+    return 1 if mesh is None else self._size(name, cut, mesh)
 
-  def _part(
-      self, name: str | None, size: int, mesh: jax.sharding.Mesh
-  ) -> str | None:
-    axis = None if name is None else self._axis(name)
-    if axis is None:
-      return None
-    parts = self._size(name, axis, mesh)
+  def _part(self, name: str | None, size: int, mesh: jax.sharding.Mesh) -> Cut:
+    cut = None if name is None else self._cut(name)
+    parts = 1 if name is None else self._size(name, cut, mesh)
     if size % parts == 0:
-      return axis
+      return cut
     if name == 'kv_heads':
       return None
     hint = ' (model.vocab_multiple pads it)' if name == 'vocab' else ''
+    used = mesh_axes(cut)
+    axes = 'mesh axis' if len(used) == 1 else 'mesh axes'
     raise ConfigError(
         f'{name} of size {size} does not divide over the {parts} devices of'
-        f' mesh axis {axis!r}{hint}'
+        f' {axes} {", ".join(map(repr, used))}{hint}'
     )
 
-  def _axis(self, name: str) -> str | None:
+  def _cut(self, name: str) -> Cut:
     if name not in self.__dataclass_fields__:
       known = list(self.__dataclass_fields__)
       raise ValueError(
@@ -110,10 +132,18 @@ class Rules:
       )
     return getattr(self, name)
 
-  def _size(self, name: str, axis: str, mesh: jax.sharding.Mesh) -> int:
-    if axis not in mesh.shape:
-      raise ConfigError(
-          f'rules.{name} is {axis!r}, wanted one of the mesh axes'
-          f' {list(mesh.axis_names)}'
-      )
-    return mesh.shape[axis]
+  def _size(self, name: str, cut: Cut, mesh: jax.sharding.Mesh) -> int:
+    for axis in mesh_axes(cut):
+      if axis not in mesh.shape:
+        raise ConfigError(
+            f'rules.{name} is {cut!r}, wanted one of the mesh axes'
+            f' {list(mesh.axis_names)}'
+        )
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(cut))
+
+
+def mesh_axes(cut: Cut) -> tuple[str, ...]:
+  """The mesh axes of a rule, outermost first."""
+  if cut is None:
+    return ()
+  return (cut,) if isinstance(cut, str) else tuple(cut)

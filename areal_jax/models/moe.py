@@ -12,11 +12,15 @@ masks a copy of the sorted tokens for each expert). On two busy CPU cores, the
 gradient at (M, D, E, F, k) = (32, 96, 8, 64, 2), (3072, 96, 8, 64, 2),
 (512, 256, 32, 128, 4) took 0.3, 88, 140 ms so, and 0.6, 98, 518 ms sorted.
 
-Over a mesh, experts are cut like heads, over the axis of `rules.expert`: each
-device runs its own experts on the tokens that it has anyway, and the sum over
-that axis that follows any tensor-parallel MLP adds the shares up. So tokens are
-never sent around. Without enough experts, `rules.expert_mlp` cuts their columns
-instead, or as well over another axis.
+Over a mesh, experts are cut over the axes of `rules.expert`. Along those that
+do not cut tokens (tensor) each device runs its own experts on the tokens that
+it has anyway, and the sum that follows any tensor-parallel MLP adds the shares
+up, so no token is sent around. Along those that cut tokens as well (expert),
+the tokens are gathered before and their sums scattered after: two collectives
+of M · D numbers whatever the choices are, with static shapes, nothing dropped
+and nobody waiting for the device with the most popular expert to be told.
+Without enough experts, `rules.expert_mlp` cuts their columns instead, or as
+well over another axis.
 
 The scores, their softmax and the weights are float32 whatever the compute dtype
 is: two scores that bfloat16 cannot tell apart are two different policies.
@@ -25,12 +29,12 @@ is: two scores that bfloat16 cannot tell apart are two different policies.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
 
-from areal_jax.mesh.rules import Rules
+from areal_jax.mesh.rules import Rules, mesh_axes
 
 Array = jax.Array
 
@@ -211,26 +215,36 @@ def mix(
   form = mix_every if platform == 'cpu' else mix_sorted
   if mesh is None or mesh.size == 1:
     return form(h, experts, weights, gate, up, down, activation=activation)
-  cut = tuple(
-      axis
-      for name in ('expert', 'expert_mlp')
-      if (axis := getattr(rules, name)) is not None
-  )
   tokens = rules.spec(('tokens', None), h.shape, mesh)
   into = rules.spec(('expert', None, 'expert_mlp'), gate.shape, mesh)
   out_of = rules.spec(('expert', 'expert_mlp', None), down.shape, mesh)
+  cut = (*mesh_axes(rules.expert), *mesh_axes(rules.expert_mlp))
+  held = mesh_axes(rules.tokens)
+  gathered = tuple(axis for axis in held if axis in cut)
+  summed = tuple(axis for axis in cut if axis not in held)
+  others = tuple(axis for axis in held if axis not in cut)
 
   def share(h, experts, weights, gate, up, down):
     # Said aloud, because jax 0.10.2 lets a gather of an array that is whole on
     # an axis by indices that are not differ in its gradient: its cotangents
     # were not added up over the axis.
-    h, experts, weights = _varying((h, experts, weights), cut)
-    gate, up, down = _varying((gate, up, down), (rules.tokens,))
+    h, experts, weights = _varying((h, experts, weights), summed)
+    gate, up, down = _varying((gate, up, down), others)
+    if gathered:
+      h, experts, weights = (
+          jax.lax.all_gather(x, gathered, axis=0, tiled=True)
+          for x in (h, experts, weights)
+      )
     if rules.expert is not None:
       # Those of other devices become numbers that no expert here has.
-      experts = experts - jax.lax.axis_index(rules.expert) * len(gate)
+      place = jax.lax.axis_index(mesh_axes(rules.expert))
+      experts = experts - place * len(gate)
     part = form(h, experts, weights, gate, up, down, activation=activation)
-    return jax.lax.psum(part, cut) if cut else part
+    if gathered:
+      part = jax.lax.psum_scatter(
+          part, gathered, scatter_dimension=0, tiled=True
+      )
+    return jax.lax.psum(part, summed) if summed else part
 
   return jax.shard_map(
       share,
@@ -240,9 +254,8 @@ def mix(
   )(h, experts, weights, gate, up, down)
 
 
-def _varying(arrays: Any, axes: Sequence[str | None]) -> Any:
+def _varying(arrays: Any, axes: tuple[str, ...]) -> Any:
   """Arrays that are whole on these mesh axes, as parts that may differ."""
-  axes = tuple(axis for axis in axes if axis is not None)
   return jax.lax.pcast(arrays, axes, to='varying') if axes else arrays
 
 

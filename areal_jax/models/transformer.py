@@ -137,10 +137,10 @@ class Block(nnx.Module):
     if sparse := len(c.sparse_layers):
       e, f = c.moe.experts, c.moe.width
       self.router = matrix((d, e), ('embed', 'scores'), inside, sparse)
-      axes = ('expert', 'embed', 'expert_mlp')
+      axes = ('expert', 'expert_embed', 'expert_mlp')
       self.expert_gate = matrix((e, d, f), axes, inside, sparse)
       self.expert_up = matrix((e, d, f), axes, inside, sparse)
-      axes = ('expert', 'expert_mlp', 'embed')
+      axes = ('expert', 'expert_mlp', 'expert_embed')
       std = shrink / math.sqrt(f)
       self.expert_down = matrix((e, f, d), axes, std, sparse)
     if c.lora.projections:
@@ -560,14 +560,14 @@ def hidden_routed(
   """
   model, layout = _merged(config, params), _Layout(mesh, rules)
   if given is not None:
-    given = jnp.swapaxes(given.reshape(ids.size, *config.routing_shape), 0, 1)
-  routers = _Routers(given, segment_ids.reshape(-1) != 0)
+    given = jnp.swapaxes(layout.flat(given, None, None), 0, 1)
+  routers = _Routers(given, layout.flat(segment_ids) != 0)
   # A sequence lies in one piece, so that places tell how far tokens are apart.
   sight = Sight.of_rows(ids.shape[1], segment_ids)
   attend = _row_attention(config, ids.shape, sight, layout)
   x, _, _, routing = model.walk(
-      ids.reshape(-1),
-      positions.reshape(-1),
+      layout.flat(ids),
+      layout.flat(positions),
       None,
       attend,
       layout,
@@ -575,7 +575,7 @@ def hidden_routed(
       _apart(params),
   )
   x = _rms_norm(config, x, model.final_norm)
-  return x.reshape(*ids.shape, -1), routing
+  return layout.rows(x, ids.shape, 'width'), routing
 
 
 def unembed(
@@ -591,7 +591,8 @@ def unembed(
   Args:
     config: of the policy.
     params: of the policy.
-    x: [..., D] as `hidden` returns.
+    x: [..., D] as `hidden` returns; where the tokens of a row are cut over
+      devices, [B, C, ..., D] with as many C as there are shards.
     mesh: where the parameters lie; None for one device.
     rules: how they lie there.
 
@@ -599,8 +600,8 @@ def unembed(
     [..., V] float32, V padded; padded columns are -1e30.
   """
   model, layout = _merged(config, params), _Layout(mesh, rules)
-  logits = model.unembed(x.reshape(-1, config.width), layout)
-  return logits.reshape(*x.shape[:-1], -1)
+  logits = model.unembed(layout.flat(x, 'width'), layout)
+  return layout.rows(logits, x.shape[:-1], 'vocab')
 
 
 def forward(
@@ -927,19 +928,65 @@ def _stacked(rows: list[Any]) -> Any:
 
 
 class _Layout:
-  """Constrains activations to a mesh by their logical axes."""
+  """Constrains activations to a mesh by their logical axes.
+
+  Dense layers take flat tokens [M], M = B · T. Where both rows and the tokens
+  of a row are cut, no cut of plainly flattened rows leaves every token where it
+  is, so the flat order is another one: those of the first device, then those of
+  the next. Only `flat` and `rows` know about it.
+  """
 
   def __init__(self, mesh: Mesh | None, rules: Rules | None):
     self.mesh = mesh
     self.rules = rules
     devices = jax.devices() if mesh is None else mesh.devices.flat
     self.platform = devices[0].platform
+    self.context = 1 if mesh is None else rules.parts('time', mesh)
+
+  def flat(self, x: Array, *axes: str | None) -> Array:
+    """[B, T, ..., *axes] as [M, *axes], without moving anything.
+
+    The second dimension is that which is cut by the rule of 'time'.
+    """
+    lead = x.ndim - len(axes)
+    after = x.shape[lead:]
+    if self.context == 1 or lead == 1:
+      return x.reshape(-1, *after)
+    shape = math.prod(x.shape[:lead]), *after
+    return jax.shard_map(
+        lambda part: part.reshape(-1, *part.shape[lead:]),
+        mesh=self.mesh,
+        in_specs=self._spec(_row_axes(lead) + axes, x.shape),
+        out_specs=self._spec(('tokens', *axes), shape),
+    )(x)
+
+  def rows(self, x: Array, shape: tuple[int, ...], *axes: str | None) -> Array:
+    """The inverse: [M, *axes] as [*shape, *axes]."""
+    whole = (*shape, *x.shape[1:])
+    if self.context == 1 or len(shape) == 1:
+      return x.reshape(whole)
+    rows = self._spec(_row_axes(len(shape)) + axes, whole)
+    part = jax.sharding.NamedSharding(self.mesh, rows).shard_shape(whole)
+    return jax.shard_map(
+        lambda x: x.reshape(part),
+        mesh=self.mesh,
+        in_specs=self._spec(('tokens', *axes), x.shape),
+        out_specs=rows,
+    )(x)
+
+  def _spec(self, axes, shape) -> jax.sharding.PartitionSpec:
+    return self.rules.spec(axes, shape, self.mesh)
 
   def __call__(self, x: Array, *axes: str) -> Array:
     if self.mesh is None or self.mesh.size == 1:
       return x
     sharding = self.rules.sharding(axes, x.shape, self.mesh)
     return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _row_axes(count: int) -> tuple[str | None, ...]:
+  """Logical axes of [B, T, ...], `count` of them."""
+  return ('batch', 'time', *[None] * (count - 2))
 
 
 def _of_layer(

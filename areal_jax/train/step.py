@@ -202,7 +202,8 @@ class TrainStep:
     role: of the network that learns, in a state.
 
   Raises:
-    ConfigError: rows do not divide over the shards of the mesh.
+    ConfigError: rows, or the tokens of a row, do not divide over the shards of
+      the mesh.
   """
 
   def __init__(
@@ -224,13 +225,19 @@ class TrainStep:
       replayed: tuple[int, int] | None = None,
   ):
     self._shards = rules.parts('batch', mesh)
-    for rows in packing.numbers:
-      require(
-          rows % self._shards == 0,
-          'packing.rows' if rows == packing.rows else 'packing.fewer',
-          rows,
-          f'a multiple of the {self._shards} shards of the train mesh',
-      )
+    self._pieces = rules.parts('time', mesh)
+    for largest, others, sizes, parts in (
+        ('rows', 'fewer', packing.numbers, self._shards),
+        ('row_tokens', 'shorter', packing.lengths, self._pieces),
+    ):
+      for size in sizes:
+        field = largest if size == getattr(packing, largest) else others
+        require(
+            size % parts == 0,
+            f'packing.{field}',
+            size,
+            f'a multiple of the {parts} shards of the train mesh',
+        )
     self._config = config
     self._objective = objective
     self._settings = optimizer
@@ -522,6 +529,7 @@ class TrainStep:
         batch['temperatures'],
         batch['loss_mask'],
         chunk=self._chunk(config, len(batch['ids'])),
+        pieces=self._pieces,
     )
     return logps, entropy, routing
 

@@ -196,10 +196,15 @@ def hidden(packed):
   )
 
 
-def _taught_states(matrix, states, mask, chunk, **inputs):
+def _taught_states(matrix, states, mask, chunk, pieces, **inputs):
   """A loss with weights of its own for each token; values come along."""
   logps, entropy = logprobs.masked_logps(
-      lambda x: x @ matrix, states, **inputs, mask=mask, chunk=chunk
+      lambda x: x @ matrix,
+      states,
+      **inputs,
+      mask=mask,
+      chunk=chunk,
+      pieces=pieces,
   )
   weights = jnp.arange(1.0, 17.0).reshape(2, 8)
   return jnp.sum(weights * logps - 0.3 * weights * entropy), (logps, entropy)
@@ -207,7 +212,7 @@ def _taught_states(matrix, states, mask, chunk, **inputs):
 
 _by_chunk = jax.jit(
     jax.value_and_grad(_taught_states, argnums=(0, 1), has_aux=True),
-    static_argnames='chunk',
+    static_argnames=('chunk', 'pieces'),
 )
 
 
@@ -221,19 +226,23 @@ def _plain_by_chunk(matrix, states, mask, **inputs):
   return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(matrix, states)
 
 
-def _by_chunk_of(hidden, chunk):
+def _by_chunk_of(hidden, chunk, pieces=1):
   matrix, states, mask = (hidden[k] for k in ('matrix', 'states', 'mask'))
   rest = {name: hidden[name] for name in _INPUTS}
-  return _by_chunk(matrix, states, mask, chunk=chunk, **rest)
+  return _by_chunk(matrix, states, mask, chunk=chunk, pieces=pieces, **rest)
 
 
-@pytest.mark.parametrize('chunk', _CHUNKS)
-def test_chunks_have_the_value_and_gradient_of_all_logits(hidden, chunk):
+@pytest.mark.parametrize(
+    'chunk, pieces', [*((chunk, 1) for chunk in _CHUNKS), (3, 2), (1, 4)]
+)
+def test_chunks_have_the_value_and_gradient_of_all_logits(
+    hidden, chunk, pieces
+):
   rest = {name: hidden[name] for name in _INPUTS}
   plain = _plain_by_chunk(
       hidden['matrix'], hidden['states'], hidden['mask'], **rest
   )
-  found = _by_chunk_of(hidden, chunk)
+  found = _by_chunk_of(hidden, chunk, pieces)
   for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(found)):
     np.testing.assert_allclose(a, b, atol=2e-5)
   logps = np.asarray(found[0][1][0])

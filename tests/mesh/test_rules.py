@@ -10,9 +10,12 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh, cut
 
 
-def _mesh(fsdp, tensor):
-  settings = MeshSettings(TrainMesh(fsdp, tensor), RolloutMesh())
+def _mesh(fsdp, tensor, **more):
+  settings = MeshSettings(TrainMesh(fsdp, tensor, **more), RolloutMesh())
   return cut(jax.devices() * 2, settings).train
+
+
+DENSE = ('fsdp', 'expert')  # axes that cut the width of dense matrices
 
 
 QUERY = ('layer', 'embed', 'heads', 'head')
@@ -21,7 +24,7 @@ KEY = ('layer', 'embed', 'kv_heads', 'head')
 
 def test_parameters_are_cut_by_width_and_by_heads():
   spec = Rules().spec(QUERY, (2, 96, 4, 24), _mesh(2, 4))
-  assert spec == P(None, 'fsdp', 'tensor', None)
+  assert spec == P(None, DENSE, 'tensor', None)
 
 
 def test_a_part_of_an_array_lies_on_the_device_that_the_spec_says():
@@ -29,7 +32,8 @@ def test_a_part_of_an_array_lies_on_the_device_that_the_spec_says():
   x = np.arange(16.0).reshape(4, 4)
   placed = jax.device_put(x, Rules().sharding(('embed', 'mlp'), x.shape, mesh))
   parts = {s.device: np.asarray(s.data) for s in placed.addressable_shards}
-  np.testing.assert_array_equal(parts[mesh.devices[1, 0]], x[2:, :2])
+  place = mesh.devices[0, 1, 0, 0, 0]  # the second of fsdp
+  np.testing.assert_array_equal(parts[place], x[2:, :2])
 
 
 @pytest.mark.parametrize(
@@ -40,7 +44,7 @@ def test_kv_heads_are_replicated_exactly_where_they_do_not_divide(
     kv_heads, tensor, cut_over
 ):
   spec = Rules().spec(KEY, (2, 96, kv_heads, 24), _mesh(1, tensor))
-  assert spec == P(None, 'fsdp', cut_over, None)
+  assert spec == P(None, DENSE, cut_over, None)
 
 
 def test_another_axis_that_does_not_divide_is_refused_with_the_numbers():
@@ -58,8 +62,8 @@ def test_a_mesh_axis_is_used_once_in_a_spec():
 
 
 def test_an_axis_that_the_mesh_lacks_is_refused_by_name():
-  with pytest.raises(ConfigError, match="rules.mlp is 'expert'"):
-    Rules(mlp='expert').spec(('embed', 'mlp'), (8, 8), _mesh(1, 2))
+  with pytest.raises(ConfigError, match="rules.mlp is 'model'.*'tensor'"):
+    Rules(mlp='model').spec(('embed', 'mlp'), (8, 8), _mesh(1, 2))
 
 
 def test_a_name_without_a_rule_is_an_error_that_lists_the_known_ones():
@@ -75,4 +79,29 @@ def test_parts_counts_the_devices_of_an_axis():
 
 def test_resolved_rules_serve_as_the_open_ones_do():
   spec = resolve(Rules()).spec(('batch', 'time'), (4, 3), _mesh(2, 1))
-  assert spec == P('fsdp', None)
+  assert spec == P(('data', 'fsdp', 'expert'), 'context')
+
+
+def test_rows_are_cut_over_all_axes_that_hold_rows_and_parameters_are_not():
+  mesh = _mesh(2, 1, data=2, expert=2)
+  rules = Rules()
+  assert rules.parts('batch', mesh) == rules.parts('tokens', mesh) == 8
+  assert rules.parts('embed', mesh) == 4  # whole along the data axis
+  with pytest.raises(
+      ConfigError, match="batch of size 12 .* 8 devices of mesh axes 'data',"
+  ):
+    rules.spec(('batch', 'time'), (12, 4), mesh)
+
+
+def test_an_experts_matrix_is_cut_by_expert_and_by_the_axis_of_the_rest():
+  axes = ('expert', 'expert_embed', 'expert_mlp')
+  spec = Rules().spec(axes, (4, 8, 6), _mesh(2, 2, expert=2))
+  assert spec == P(('expert', 'tensor'), 'fsdp', None)
+
+
+def test_where_a_policy_generates_tokens_and_widths_are_whole():
+  mesh = _mesh(2, 2, expert=2)
+  rules = Rules().for_rollout()
+  assert rules.spec(('embed', 'heads'), (8, 4), mesh) == P(None, 'tensor')
+  assert rules.spec(('batch', 'time'), (1, 1), mesh) == P(None, None)
+  assert rules.parts('expert', mesh) == 4

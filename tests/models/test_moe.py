@@ -470,9 +470,10 @@ def test_a_policy_over_several_devices_equals_one_device():
 def test_experts_lie_on_the_devices_of_their_axis():
   mesh = tiny.mesh(2, 4)
   specs = transformer.param_shardings(POLICY, mesh, Rules())['blocks']
-  assert specs['expert_up'].spec == P(None, 'tensor', 'fsdp', None)
-  assert specs['expert_down'].spec == P(None, 'tensor', None, 'fsdp')
-  assert specs['router'].spec == P(None, 'fsdp', None)
+  over = ('expert', 'tensor')
+  assert specs['expert_up'].spec == P(None, over, 'fsdp', None)
+  assert specs['expert_down'].spec == P(None, over, None, 'fsdp')
+  assert specs['router'].spec == P(None, ('fsdp', 'expert'), None)
   with pytest.raises(ConfigError, match='expert of size 4 .* the 8 devices'):
     transformer.param_shardings(POLICY, tiny.mesh(1, 8), Rules(heads=None))
 

@@ -381,9 +381,10 @@ def test_gap_is_summed_by_age(step, mesh):
 
 
 def test_rows_that_do_not_divide_are_refused():
-  devices = np.array(jax.devices()).reshape(8, 1)
   with pytest.raises(ConfigError, match='packing.rows is 4.*multiple of the 8'):
-    policy_step(jax.sharding.Mesh(devices, slices.AXES))
+    policy_step(slices.mesh_of(jax.devices(), fsdp=4, data=2))
+  with pytest.raises(ConfigError, match='row_tokens is 32.*of the 3 shards'):
+    policy_step(slices.mesh_of(jax.devices()[:3], context=3))
 
 
 # Several shapes.
