@@ -385,8 +385,9 @@ class Engine:
       )
     if not 1 <= true_length <= padded:
       raise ValueError(f'true_length is {true_length}, wanted 1..{padded}')
+    padded_tokens = np.asarray(padded_tokens, np.int32)
     return self._prefill(
-        params, np.asarray(padded_tokens, np.int32), np.int32(true_length)
+        params, *self._sent(padded_tokens, np.int32(true_length))
     )
 
   def insert(
@@ -475,7 +476,7 @@ class Engine:
       The state, and [R, T, L, k] int16 the experts that the tokens went to;
       None where choices are not recorded.
     """
-    return self._extend(params, state, vars(pieces))
+    return self._extend(params, state, *self._sent(vars(pieces)))
 
   def occupy(
       self,
@@ -508,9 +509,8 @@ class Engine:
         if copies is not None and copies[start + i] is not None:
           pages[i] = copies[start + i]
       # Not `asdict`, which copies every array.
-      state = self._occupy(
-          state, vars(settings), history, lengths, prompts, pages
-      )
+      arrays = self._sent(vars(settings), history, lengths, prompts, pages)
+      state = self._occupy(state, *arrays)
     return state
 
   def insert_many(
@@ -528,7 +528,7 @@ class Engine:
         np.int32,
     )
     where[: len(slots)] = self.own_tables()[list(slots)]
-    return self._insert(prefix, state, vars(settings), where)
+    return self._insert(prefix, state, *self._sent(vars(settings), where))
 
   def generate_steps(
       self,
@@ -553,7 +553,7 @@ class Engine:
       raise ValueError(f'k is {k}, wanted 1..{self.settings.steps}')
     if tables is None:
       tables = self.own_tables()
-    return self._generate(params, state, tables, np.int32(k))
+    return self._generate(params, state, *self._sent(tables, np.int32(k)))
 
   def prompt_logps(
       self, params: Params, padded_tokens: np.ndarray, true_length: int
@@ -565,7 +565,9 @@ class Engine:
       padded_tokens: [T] int32, T one of `prefill_buckets`.
       true_length: tokens that are meant; what is behind them is 0.
     """
-    return self._prompt_logps(params, padded_tokens, np.int32(true_length))
+    return self._prompt_logps(
+        params, *self._sent(padded_tokens, np.int32(true_length))
+    )
 
   def rebuild(
       self, params: Params, state: DecodeState, slots: Sequence[int]
@@ -610,7 +612,7 @@ class Engine:
     """Ends slots whose requests nobody waits for any more."""
     ended = np.zeros(self.settings.slots, bool)
     ended[list(slots)] = True
-    return self._release(state, ended)
+    return self._release(state, *self._sent(ended))
 
   def warm_up(self, params: Params) -> None:
     """Compiles every program that a run can need, in the order of need.
@@ -649,6 +651,14 @@ class Engine:
     for columns in s.live_buckets[1:]:
       generate(columns)
     jax.block_until_ready(state)
+
+  def _sent(self, *arrays: Any) -> tuple[Any, ...]:
+    """Pytrees of numpy arrays on all devices of the mesh, never as an alias.
+
+    What goes to the devices is sent here and nowhere else, so that a loop may
+    refuse whatever is sent without being asked for (`jax.transfer_guard`).
+    """
+    return jax.device_put(arrays, self._replicated, may_alias=False)
 
   # The same from shapes alone: nothing is compiled and no device used.
 

@@ -348,20 +348,27 @@ class EngineLoop:
   # The thread.
 
   def _run(self) -> None:
-    while self._wait_for_work():
-      if self._state is None:
-        self._doing = ('makes room for a cache', time.monotonic())
-        with self.dispatch_lock:
-          self._state = self.engine.init_decode_state()
-      for doing, work in (
-          ('gives up requests', self._give_up_aborted),
-          ('takes new weights', self._take_weights),
-          ('admits requests', self._admit),
-          ('prefills', self._prefill),
-          ('decodes', self._decode),
-      ):
-        self._doing = (doing, time.monotonic())
-        work()
+    # What crosses between host and devices does so by a call that says it: a
+    # forgotten conversion would hold up every dispatch and show nowhere.
+    with jax.transfer_guard('disallow'):
+      while self._wait_for_work():
+        self._turn()
+
+  def _turn(self) -> None:
+    """All that is to be done now, once."""
+    if self._state is None:
+      self._doing = ('makes room for a cache', time.monotonic())
+      with self.dispatch_lock:
+        self._state = self.engine.init_decode_state()
+    for doing, work in (
+        ('gives up requests', self._give_up_aborted),
+        ('takes new weights', self._take_weights),
+        ('admits requests', self._admit),
+        ('prefills', self._prefill),
+        ('decodes', self._decode),
+    ):
+      self._doing = (doing, time.monotonic())
+      work()
 
   def _wait_for_work(self) -> bool:
     """Blocks while there is nothing to do; false when the loop shall end."""
@@ -413,8 +420,9 @@ class EngineLoop:
         self._state = self.engine.release(self._state, slots)
     for slot in slots:
       waiting.append(self._leave(slot, known=True))
-    for running in waiting:
-      running.answer(self._completion(running, StopReason.ABORTED, None))
+    with _others():
+      for running in waiting:
+        running.answer(self._completion(running, StopReason.ABORTED, None))
 
   def _take_weights(self) -> None:
     """Swaps, if weights wait and the swap mode lets them in now."""
@@ -461,7 +469,8 @@ class EngineLoop:
         rebuilt_tokens=tokens,
     )
     self._taking = None
-    swapped(weights.version)
+    with _others():
+      swapped(weights.version)
 
   def _rebuild(self) -> int:
     """Caches all running sequences anew; tokens computed for it."""
@@ -687,7 +696,7 @@ class EngineLoop:
       logps = self.engine.prompt_logps(
           self._weights.params, self.engine.pad_prompt(prompt), len(prompt)
       )
-      logps = np.array(logps)[: len(prompt)]
+      logps = np.array(jax.device_get(logps)[: len(prompt)])
     logps[0] = np.nan  # nothing predicts it
     for running in asking:
       running.prompt_logps = logps
@@ -777,8 +786,9 @@ class EngineLoop:
     """Answers the requests that have ended."""
     finished, self._finished = self._finished, []
     answers = [(r.answer, self._completion(r, *e)) for r, *e in finished]
-    for answer, completion in answers:  # at once, see `client._Mailbox`
-      answer(completion)
+    with _others():
+      for answer, completion in answers:  # at once, see `client._Mailbox`
+        answer(completion)
 
   def _stop_string(
       self, running: _Running, tokens: np.ndarray, active: bool, stopped: bool
@@ -880,6 +890,11 @@ class EngineLoop:
     )
     self._thread = self._executor.submit(self._run)
     self._thread.add_done_callback(self._ended)
+
+
+def _others() -> contextlib.AbstractContextManager:
+  """Around calls of others, who may send to devices what they like."""
+  return jax.transfer_guard('allow')
 
 
 def _routing_of(running: _Running, end: int | None) -> np.ndarray | None:

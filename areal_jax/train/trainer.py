@@ -326,7 +326,12 @@ class Trainer:
         trajectory, a trajectory without a score or longer than a row.
       NonFiniteError: too many updates in a row were skipped.
     """
-    groups = _in_order(groups, self._settings.minibatches)
+    # Whatever crosses between host and devices says so.
+    with jax.transfer_guard('disallow'):
+      return self._step_on(_in_order(groups, self._settings.minibatches))
+
+  def _step_on(self, groups: Sequence[Group]) -> dict[str, float]:
+    """`step` on groups that are in order."""
     version = self.version
     trained = [mask_stale(group, version, self._max_age) for group in groups]
     looked = self._look(trained)

@@ -1059,3 +1059,31 @@ def test_stop_strings_without_a_tokenizer_are_refused(engine):
   with Running(engine) as running:
     with pytest.raises(ValueError, match='has no tokenizer to read its'):
       running.submit(tiny.request('r', stop_strings=('.',)))
+
+
+# What crosses between host and devices.
+
+
+class Forgetful(Engine):
+  """Planted fault: a decode step is handed an array of the host."""
+
+  def generate_steps(self, params, state, k, tables=None):
+    state, result = super().generate_steps(params, state, k, tables)
+    everyone = np.zeros(self.settings.slots, np.int32)
+    return dataclasses.replace(state, length=state.length + everyone), result
+
+
+def test_what_is_sent_to_devices_by_accident_ends_the_loop():
+  forgetful = Forgetful(tiny.config(), SETTINGS, tiny.mesh(), Rules())
+  with Running(forgetful) as running:
+    running.submit(tiny.request())
+    (outcome,) = running.wait(1).values()
+  assert isinstance(outcome, EngineStopped)
+  assert 'Disallowed host-to-device transfer' in str(outcome.__cause__)
+
+
+def test_who_gets_an_answer_may_send_to_devices(engine):
+  with Running(engine) as running:
+    running.on_answer = lambda completion: np.ones(3) + jax.numpy.ones(3)
+    running.submit(tiny.request())
+    assert running.wait(1)['r'].stop_reason is StopReason.LENGTH

@@ -143,6 +143,51 @@ def test_nothing_compiles_after_warm_up(restart):
   assert restart.version == 3
 
 
+def test_what_is_sent_to_devices_by_accident_is_refused(restart, monkeypatch):
+  """Planted fault: a scalar of the host where a program of the step runs."""
+  apply = restart._step.apply
+
+  def forgetful(state, total, *, teaches):
+    total = {**total, 'loss': total['loss'] + np.float32(0)}
+    return apply(state, total, teaches=teaches)
+
+  monkeypatch.setattr(restart._step, 'apply', forgetful)
+  with pytest.raises(Exception, match='Disallowed host-to-device transfer'):
+    restart.step(batch())
+
+
+def test_the_host_waits_once_a_step_and_after_all_is_handed_out(
+    restart, monkeypatch
+):
+  happened = []
+
+  def told(name, function):
+    def call(*arguments, **named):
+      happened.append(name)
+      return function(*arguments, **named)
+
+    return call
+
+  for name in ('place', 'score', 'accumulate', 'apply'):
+    whole = told('sent', getattr(restart._step, name))
+    monkeypatch.setattr(restart._step, name, whole)
+  # All ways in which an array of a device becomes one of the host.
+  array = type(jax.numpy.zeros(0))
+  value = array._value
+  read = property(lambda x: told('read', lambda: value.__get__(x))())
+  monkeypatch.setattr(array, '_value', read)
+  monkeypatch.setattr(jax, 'device_get', told('fetched', jax.device_get))
+  monkeypatch.setattr(
+      jax, 'block_until_ready', told('waited', jax.block_until_ready)
+  )
+  restart.step(batch())
+  assert happened.count('sent') >= 6  # of two minibatches
+  waits = [name for name in happened if name not in ('sent', 'read')]
+  assert waits == ['fetched']
+  first = min(happened.index(name) for name in ('read', 'fetched'))
+  assert 'sent' not in happened[first:]
+
+
 def test_version_counts_steps_and_not_updates(restart):
   restart.step(batch())
   assert restart.version == 1
