@@ -20,6 +20,7 @@ from typing import Any, Callable, Literal, Sequence
 import jax
 import jax.numpy as jnp
 
+from areal_jax.mesh.crossing import Crossing
 from areal_jax.models.lora import overlaid, part_of
 from areal_jax.telemetry.events import EventLog
 
@@ -105,17 +106,17 @@ class Publisher:
   ):
     self._targets = tuple(targets)
     self._events = events
-    self._copy = jax.jit(
+    self._cast = jax.jit(
         lambda params: jax.tree.map(
-            lambda x: jnp.copy(
-                x.astype(dtype)
-                if dtype and jnp.issubdtype(x.dtype, jnp.floating)
-                else x
-            ),
+            lambda x: x.astype(dtype)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else x,
             params,
         )
     )
     self._dtype = dtype
+    # By replica, and by what is sent from where.
+    self._crossings: dict[tuple[Any, ...], Crossing] = {}
     self._arrived: dict[str, Params] = {}  # by replica, what it holds
     self._latest: tuple[int, dict[str, Params]] | None = None
     self._handles: list[Handle] = []
@@ -146,17 +147,16 @@ class Publisher:
           " one published as 'full' before"
       )
     start = time.monotonic()
-    if self._copies(params):
-      params = self._copy(params)
+    if self._dtype:
+      params = self._cast(params)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     size *= len(self._targets)
     handle = Handle(version, kind, size, [t.name for t in self._targets])
     self._handles = [h for h in self._handles if h.missing] + [handle]
     held = {}
     for target in self._targets:
-      arrived = jax.device_put(
-          params, part_of(target.shardings, params), may_alias=False
-      )
+      # New arrays: the train step donates its own to the step that follows.
+      arrived = self._crossing(target, params)(params)
       if kind == 'adapter':
         arrived = overlaid(self._arrived[target.name], arrived)
       self._arrived[target.name] = arrived
@@ -177,8 +177,10 @@ class Publisher:
 
   def warm_up(self, params: Params) -> None:
     """Compiles what `publish` does to parameters like these."""
-    if self._copies(params):
-      self._copy(params)
+    if self._dtype:
+      params = self._cast(params)
+    for target in self._targets:
+      jax.block_until_ready(self._crossing(target, params)(params))
 
   def latest(self) -> tuple[int, dict[str, Params]]:
     """The version published last and its parameters, by replica name."""
@@ -197,13 +199,14 @@ class Publisher:
       raise LookupError(f'version {version} is not held, only {held} is')
     return params
 
-  def _copies(self, params: Params) -> bool:
-    # Never an alias: the train step donates its buffers to the next step. Where
-    # meshes share devices, `device_put` between them hands replicated parts
-    # over as they are, may_alias=False or not (jax 0.10.2).
-    return bool(self._dtype) or any(
-        _meet(params, target.shardings) for target in self._targets
-    )
+  def _crossing(self, target: Target, params: Params) -> Crossing:
+    leaves, structure = jax.tree.flatten(params)
+    sent = tuple((leaf.shape, leaf.sharding) for leaf in leaves)
+    key = (target.name, structure, sent)
+    if key not in self._crossings:
+      there = part_of(target.shardings, params)
+      self._crossings[key] = Crossing(params, there)
+    return self._crossings[key]
 
   def _swapped(self, name: str) -> Callable[[int], None]:
     def swapped(version: int) -> None:
@@ -213,10 +216,3 @@ class Publisher:
           handle.acknowledge(name)
 
     return swapped
-
-
-def _meet(params: Params, shardings: Any) -> bool:
-  """Whether parameters lie on a device that they are sent to."""
-  here = {d for x in jax.tree.leaves(params) for d in x.sharding.device_set}
-  there = {d for s in jax.tree.leaves(shardings) for d in s.device_set}
-  return bool(here & there)

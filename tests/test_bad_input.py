@@ -587,6 +587,32 @@ def test_a_task_is_refused(refused, changes, words):
             ' mesh.train.fsdp=2',
         ),
         case(
+            'rows_that_do_not_divide_over_two_axes',
+            {'mesh.train.data': 2, 'mesh.train.fsdp': 2,
+             'train.packing.rows': 6},
+            'config.train.packing.rows is 6, wanted a multiple of'
+            ' mesh.train.data=2 · fsdp=2',
+        ),
+        case(
+            'tokens_that_do_not_divide',
+            {'mesh.train.context': 3, 'train.packing.row_tokens': 128},
+            'config.train.packing.row_tokens is 128, wanted a multiple of'
+            ' mesh.train.context=3',
+        ),
+        case(
+            'experts_that_do_not_divide',
+            {'policy.model.family': 'mixtral', 'policy.model.moe.experts': 3,
+             'policy.model.moe.width': 8, 'mesh.train.expert': 2},
+            'config.mesh.train.expert is 2, wanted a divisor of the policy'
+            "'s moe.experts=3",
+        ),
+        case(
+            'expert_axis_without_experts',
+            {'mesh.train.expert': 2},
+            'config.mesh.train.expert is 2, wanted 1 for a policy without'
+            ' experts',
+        ),
+        case(
             'colocated_meshes_of_unequal_size',
             {'mesh.colocated': True, 'mesh.train.fsdp': 2},
             'config.mesh.colocated: config.mesh.train covers fsdp 2',

@@ -11,7 +11,7 @@ each, so that one sum of gradients a step is all that crosses; a replica lies on
 one. Inside a slice devices are put in an order that has neighbours on a link.
 
 What an array looks like on a mesh is left to `rules.py`; moving arrays between
-meshes to `areal_jax.weights`.
+meshes to `crossing.py`.
 """
 
 from __future__ import annotations

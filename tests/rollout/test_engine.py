@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.mesh.rules import Rules
+from areal_jax.mesh.slices import mesh_of
 from areal_jax.models import transformer
 from areal_jax.models.config import MoeSettings
 from areal_jax.rollout.engine import Engine, EngineSettings, Pieces
@@ -585,6 +586,22 @@ def test_engine_records_the_choices_that_the_trainer_would_make(sparse):
   trainer = jax.nn.log_softmax(logits)[0, :-1]
   trainer = np.asarray(trainer)[np.arange(len(trainer)), full[0, 1:]]
   assert np.abs(trainer[2:] - logps).max() < 1e-4
+
+
+def test_engine_with_experts_over_two_axes_says_the_same(sparse):
+  engine, weights = sparse
+  mesh = mesh_of(jax.devices()[:4], expert=2, tensor=2)
+  other = Engine(engine.config, engine.settings, mesh, Rules().for_rollout())
+  placed = jax.device_put(weights, other.param_shardings)
+  experts, query = placed['blocks']['expert_up'], placed['blocks']['query']
+  assert experts.sharding.shard_shape(experts.shape)[1] == 1  # of 4
+  assert query.sharding.shard_shape(query.shape)[1:3] == (32, 2)  # of D, N 4
+  request = tiny.request(new=12)
+  ids, logps, fed = recorded(other, placed, request, 1)
+  wanted_ids, wanted_logps, wanted_fed = recorded(engine, weights, request, 1)
+  assert ids == wanted_ids
+  np.testing.assert_allclose(logps, wanted_logps, atol=1e-5)
+  np.testing.assert_array_equal(fed, wanted_fed)
 
 
 def test_experts_of_a_token_do_not_depend_on_slot_or_neighbours(sparse):
