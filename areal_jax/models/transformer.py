@@ -1025,13 +1025,13 @@ def _row_attention(
     collect: bool = False,
 ) -> Attend:
   """Attention of rows of this shape [B, T] to themselves and to a prefix."""
-  b, t = shape
+
+  def rows(x, heads):
+    x = layout.rows(x, shape, heads, 'head')
+    return layout(x, 'batch', 'time', heads, 'head')
 
   def attend(layer, cache, q, k, v):
-    q, k, v = (x.reshape(b, t, *x.shape[1:]) for x in (q, k, v))
-    q = layout(q, 'batch', 'time', 'heads', 'head')
-    k = layout(k, 'batch', 'time', 'kv_heads', 'head')
-    v = layout(v, 'batch', 'time', 'kv_heads', 'head')
+    q, k, v = rows(q, 'heads'), rows(k, 'kv_heads'), rows(v, 'kv_heads')
     own = (k, v) if collect else None
     window = _window(config, layer)
     if prefix is None:
@@ -1061,7 +1061,7 @@ def _row_attention(
           window=window,
           cap=config.attention_cap,
       )
-    return mixed.reshape(b * t, *mixed.shape[2:]), cache, own
+    return layout.flat(mixed, 'heads', 'head'), cache, own
 
   return attend
 
