@@ -32,11 +32,14 @@ def config(**changes) -> ModelConfig:
 
 
 def mesh(*shape: int, skip: int = 0) -> jax.sharding.Mesh:
-  """A (fsdp, tensor) mesh of the pretended devices behind the first `skip`."""
+  """A mesh of the pretended devices behind the first `skip`.
+
+  Its shape is fsdp, tensor and, if there are three numbers, expert.
+  """
   shape = shape or (1, 1)
   count = int(np.prod(shape))
   devices = jax.devices()[skip : skip + count]
-  return mesh_of(devices, fsdp=shape[0], tensor=shape[1])
+  return mesh_of(devices, **dict(zip(('fsdp', 'tensor', 'expert'), shape)))
 
 
 @functools.cache

@@ -144,8 +144,9 @@ MESHES = pytest.mark.parametrize(
         ((1, 2), Rules()),
         ((2, 4), Rules()),
         ((1, 2), Rules(expert=None, expert_mlp='tensor')),
+        ((2, 2, 2), Rules()),  # the last one of expert
     ],
-    ids=['2', '2x4', 'columns'],
+    ids=['2', '2x4', 'columns', 'gathered'],
 )
 
 
@@ -160,9 +161,9 @@ def test_experts_over_several_devices_equal_one_device(
   axes = {
       'h': ('tokens', None),
       'router': (None, None),
-      'gate': ('expert', 'embed', 'expert_mlp'),
-      'up': ('expert', 'embed', 'expert_mlp'),
-      'down': ('expert', 'expert_mlp', 'embed'),
+      'gate': ('expert', 'expert_embed', 'expert_mlp'),
+      'up': ('expert', 'expert_embed', 'expert_mlp'),
+      'down': ('expert', 'expert_mlp', 'expert_embed'),
   }
   placed = {
       name: jax.device_put(x, rules.sharding(axes[name], x.shape, mesh))

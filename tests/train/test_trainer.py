@@ -159,6 +159,7 @@ def test_what_is_sent_to_devices_by_accident_is_refused(restart, monkeypatch):
 def test_the_host_waits_once_a_step_and_after_all_is_handed_out(
     restart, monkeypatch
 ):
+  restart.step(batch())  # its version was put on the devices to begin with
   happened = []
 
   def told(name, function):
@@ -180,7 +181,7 @@ def test_the_host_waits_once_a_step_and_after_all_is_handed_out(
   monkeypatch.setattr(
       jax, 'block_until_ready', told('waited', jax.block_until_ready)
   )
-  restart.step(batch())
+  restart.step(batch(4))
   assert happened.count('sent') >= 6  # of two minibatches
   waits = [name for name in happened if name not in ('sent', 'read')]
   assert waits == ['fetched']
