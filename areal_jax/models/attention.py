@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.mesh.rules import Rules
+from areal_jax.mesh.rules import Cut, Rules
 from areal_jax.models import blockwise, forms
 
 Array = jax.Array
@@ -285,7 +285,7 @@ class _Cut:
 
   Attributes:
     mesh: None for one device.
-    batch: mesh axis of B; None for whole, and so for the others.
+    batch: mesh axes of B; None for whole, and so for the others.
     time: that of T; keys and values are whole along theirs.
     heads: that of N.
     kv_heads: that of K.
@@ -294,10 +294,10 @@ class _Cut:
   """
 
   mesh: Mesh | None = None
-  batch: str | None = None
-  time: str | None = None
-  heads: str | None = None
-  kv_heads: str | None = None
+  batch: Cut = None
+  time: Cut = None
+  heads: Cut = None
+  kv_heads: Cut = None
   time_parts: int = 1
   head_parts: int = 1
 
