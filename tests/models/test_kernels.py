@@ -12,6 +12,7 @@ import pytest
 
 from areal_jax.compile_check.chips import has_libtpu, parse_topology
 from areal_jax.mesh.rules import Rules
+from areal_jax.mesh.slices import mesh_of
 from areal_jax.models import attention, transformer
 from areal_jax.models.config import ModelConfig
 
@@ -33,8 +34,7 @@ def tpu():
   """A mesh [fsdp, tensor] of four TPUs that nobody has."""
   if not has_libtpu():
     pytest.skip('libtpu is not installed: nothing compiles for TPU')
-  devices = parse_topology('v5e:2x2').devices()
-  return jax.sharding.Mesh(np.array(devices).reshape(2, 2), ('fsdp', 'tensor'))
+  return mesh_of(parse_topology('v5e:2x2').devices(), fsdp=2, tensor=2)
 
 
 def on(mesh, shape, dtype, *axes, rules=Rules()):
