@@ -338,7 +338,7 @@ class _Rollout:
   """One replica: its programs and what it holds."""
 
   def __init__(self, prepared: PreparedShapes, slices: Slices, rules: Rules):
-    settings = prepared.settings
+    settings, rules = prepared.settings, rules.for_rollout()
     self._settings = settings
     self._replicas = len(slices.rollout)
     merges = prepared.model if settings.rollout.merge_adapters else None
@@ -480,11 +480,12 @@ def _advise_training(prepared: PreparedShapes, report: Report) -> list[str]:
     found.append(
         f'train.packing.rows={report.largest_rows} fits, {packing.rows} do not'
     )
-  elif packing.rows > mesh.fsdp and report.largest_rows is None:
-    found.append(f'train.packing.rows={mesh.fsdp}: one row a chip')
+  elif packing.rows > mesh.row_shards and report.largest_rows is None:
+    found.append(f'train.packing.rows={mesh.row_shards}: one row a chip')
   elif not found or state <= 0.6 * hbm:
     found.append(
-        f'mesh.train.tensor={2 * mesh.tensor}: a row of {packing.row_tokens}'
+        f'mesh.train.context={2 * mesh.context} or'
+        f' mesh.train.tensor={2 * mesh.tensor}: a row of {packing.row_tokens}'
         ' tokens is too long for one chip'
     )
   return found

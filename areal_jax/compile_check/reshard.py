@@ -1,7 +1,7 @@
 """What crosses from the train mesh to rollout meshes, from shapes.
 
 No program spans two meshes, so nothing can be compiled for it: a publish is
-`jax.device_put` from one sharding to others. Which part of an array lies where
+a copy from one sharding to others. Which part of an array lies where
 is known, and with it what each device has to be sent.
 """
 
