@@ -14,8 +14,9 @@ Neither data nor tokenizer nor checkpoint is read. A `policy.path` where nothing
 lies may end with a published name, such as Qwen2.5-7B-Instruct.
 `--answer_tokens` is the mean length of an answer that a step is counted with
 (half of `rollout.max_new_tokens`), `--search` how often its rows are doubled or
-halved to find the largest microbatch (0 leaves that out), and `--json` prints
-one JSON line on standard output.
+halved to find the largest microbatch (0 leaves that out), `--effort` how hard
+the compiler tries (0 as in a run, and slower), and `--json` prints one JSON
+line on standard output.
 
 Exit codes: 0 it fits, 1 it does not, 2 a mistake in the settings or in the
 topology (one line on standard error), 130 interrupted.
@@ -44,6 +45,7 @@ class Asked:
   topology: str
   answer_tokens: int
   search: int
+  effort: float
   json: bool
 
 
@@ -63,6 +65,10 @@ def read_flags(argv: list[str]) -> Asked:
   flags.DEFINE_integer(
       'search', 4, 'Doublings of a microbatch to try.', lower_bound=0
   )
+  flags.DEFINE_float(
+      'effort', -1.0, 'Of the compiler; 0 is what a run has.',
+      lower_bound=-1.0, upper_bound=1.0,
+  )  # fmt: skip
   flags.DEFINE_bool('json', False, 'Print one JSON line.')
   experiment = command.read_flags(argv)
   values = flags.FLAGS
@@ -71,6 +77,7 @@ def read_flags(argv: list[str]) -> Asked:
       values.topology,
       values.answer_tokens,
       values.search,
+      values.effort,
       values.json,
   )
 
@@ -99,6 +106,7 @@ def show(asked: Asked, refused: list[str]) -> None:
       topology,
       answer_tokens=asked.answer_tokens,
       search=asked.search,
+      effort=asked.effort,
       tell=lambda program: print(
           report.program_line(program), file=sys.stderr, flush=True
       ),

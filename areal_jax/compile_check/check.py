@@ -133,6 +133,7 @@ def check(
     *,
     answer_tokens: int = 0,
     search: int = 4,
+    effort: float = -1.0,
     tell: Callable[[Program], None] = lambda program: None,
 ) -> Report:
   """Compiles what a run would, and says what came of it.
@@ -143,6 +144,7 @@ def check(
     answer_tokens: of an answer on average; 0 for half of the most.
     search: how often the rows of a microbatch are doubled while they fit, or
       halved until they do, to find the most; each compiles a gradient.
+    effort: of the compiler, see `programs.compile_program`.
     tell: called with each program as soon as it is there.
 
   Raises:
@@ -154,9 +156,16 @@ def check(
   train = _Train(prepared, slices, rules)
   rollout = _Rollout(prepared, slices, rules)
   programs = []
+  # Nobody knows what less of it leaves out where it is an estimate anyway.
+  effort = 0.0 if topology.is_estimate else effort
+
+  def compiled(task: Task) -> Program:
+    program = compile_program(task, effort)
+    tell(program)
+    return program
+
   for task in (*train.tasks(), *rollout.tasks()):
-    programs.append(compile_program(task))
-    tell(programs[-1])
+    programs.append(compiled(task))
   hbm = topology.chip.hbm
   colocated = settings.mesh.colocated
   holdings = {
@@ -174,7 +183,7 @@ def check(
         hbm - (rollout.total if colocated else 0),
         holdings['train'].fits,
         search,
-        tell,
+        compiled,
     )
   crossing = reshard(train.sent, rollout.targets, settings.rollout.dtype)
   found = Report(
@@ -224,8 +233,12 @@ class _Train:
     ):
       if step is None:
         continue
-      for name, shape in step.programs(*more):
-        if name not in _EMPTY and shape in (None, self._largest):
+      names = step.programs(*more)
+      left_out = set(_EMPTY)
+      if ('accumulate_around', self._largest) in names:
+        left_out.add('accumulate')  # the same with one input less
+      for name, shape in names:
+        if name not in left_out and shape in (None, self._largest):
           trace = functools.partial(step.trace, name, shape)
           found.append(Task(prefix + name, 'train', trace))
     return found
@@ -305,7 +318,7 @@ class _Train:
       room: float,
       fits: bool,
       tries: int,
-      tell: Callable[[Program], None],
+      compiled: Callable[[Task], Program],
   ) -> int:
     """Most rows of a microbatch that fit; 0 for none of those tried.
 
@@ -321,10 +334,7 @@ class _Train:
       other = dataclasses.replace(packing, rows=rows, fewer=())
       step, _ = self._steps(dataclasses.replace(self._settings, packing=other))
       trace = functools.partial(step.trace, 'accumulate', other.shapes[0])
-      program = compile_program(
-          Task(f'accumulate, {rows} rows', 'train', trace)
-      )
-      tell(program)
+      program = compiled(Task(f'accumulate, {rows} rows', 'train', trace))
       held = self.total + self.gradients + self._batches()
       right = not program.refused and _peak(program, held) <= room
       if right:
@@ -568,9 +578,10 @@ def _calls(
   """How often each program of the train mesh runs in a step."""
   first = math.ceil(count / settings.minibatches)
   rest = count - first if settings.recomputes_proximal else 0
+  # Those without log-probs of before are counted as if they had them.
   calls = {
-      'accumulate': count - rest,
-      'accumulate_around': rest,
+      'accumulate': count,
+      'accumulate_around': count,
       'score': rest + (first if 'score' in settings.scores else 0),
       'score_reference': count,
       'load': count,
