@@ -152,7 +152,8 @@ def check(
       else a run with these settings would refuse.
   """
   settings, rules = prepared.settings, Rules()
-  slices = cut(topology.devices(), settings.mesh)
+  devices = topology.devices()
+  slices = cut(devices, settings.mesh)
   train = _Train(prepared, slices, rules)
   rollout = _Rollout(prepared, slices, rules)
   programs = []
@@ -160,7 +161,7 @@ def check(
   effort = 0.0 if topology.is_estimate else effort
 
   def compiled(task: Task) -> Program:
-    program = compile_program(task, effort)
+    program = compile_program(task, devices[0], effort)
     tell(program)
     return program
 

@@ -139,11 +139,15 @@ class Task:
   live: float = 1.0
 
 
-def compile_program(task: Task, effort: float = 0.0) -> Program:
+def compile_program(
+    task: Task, device: jax.Device, effort: float = 0.0
+) -> Program:
   """Compiles a program and reads what it needs.
 
   Args:
     task: the program.
+    device: one of those that it is for: kernels ask which kind they run on,
+      and would otherwise be told that of this machine.
     effort: of XLA to make it fast, from -1 to 1; 0 is its default. On the
       gradient of 1.5 billion parameters, -1 took 31 seconds of processor time
       for 115, and said 5.1 GB of temporaries for 6.1 and the same collectives:
@@ -154,7 +158,8 @@ def compile_program(task: Task, effort: float = 0.0) -> Program:
   traced = task.trace()
   try:
     options = {'exec_time_optimization_effort': effort} if effort else None
-    compiled = traced.lower().compile(options)
+    with jax.default_device(device):
+      compiled = traced.lower().compile(options)
   except jax.errors.JaxRuntimeError as error:
     refused = bytes_wanted(str(error))
     if not refused:

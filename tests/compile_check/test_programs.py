@@ -47,7 +47,7 @@ def test_another_failure_passes_through():
     raise jax.errors.JaxRuntimeError('INTERNAL: something else')
 
   with pytest.raises(jax.errors.JaxRuntimeError, match='something else'):
-    compile_program(Task('x', 'train', fail))
+    compile_program(Task('x', 'train', fail), jax.devices()[0])
 
 
 def multiply(a, b):
@@ -111,7 +111,8 @@ def test_a_refused_program_has_no_roofline():
 def test_a_program_is_compiled_and_measured():
   square = jax.jit(lambda x: x @ x)
   shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-  found = compile_program(Task('square', 'train', lambda: square.trace(shape)))
+  task = Task('square', 'train', lambda: square.trace(shape))
+  found = compile_program(task, jax.devices()[0])
   assert found.refused == 0 and found.compile_s > 0
   assert found.cost.flops == 2 * 64**3
   assert found.memory.arguments == found.cost.arguments == 64 * 64 * 4
