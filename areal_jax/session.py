@@ -933,6 +933,7 @@ class Session:
         **self._rollout.engine_counts,
         'step_s': seconds,
         'rss_bytes': run_folder.rss_bytes(),
+        'heap_bytes': run_folder.heap_bytes(),
         'peak_rss_bytes': run_folder.peak_rss_bytes(),
         'recompiles': self._compilations.since_warm,
         **rates,
@@ -952,12 +953,25 @@ class Session:
     )
 
   def _swap_stalls(self) -> list[float]:
-    """Seconds that swaps kept replicas still; the first one starts each."""
-    return [
-        seconds
+    """Seconds that the last swaps kept replicas still.
+
+    The first one of each starts it and is none; it is passed over as long as it
+    is among those that are kept.
+    """
+    stalls = []
+    for loop in self._rollout.loops:
+      lane = f'swap/{loop.name}'
+      after_first = self._events.count('swap', lane) - 1
+      if after_first > 0:
+        stalls += self._events.durations('swap', lane)[-after_first:]
+    return stalls
+
+  def _swaps(self) -> int:
+    """How many there were, the first ones not counted."""
+    return sum(
+        max(0, self._events.count('swap', f'swap/{loop.name}') - 1)
         for loop in self._rollout.loops
-        for seconds in self._events.durations('swap', f'swap/{loop.name}')[1:]
-    ]
+    )
 
   def _write_samples(self, step: int, groups: Sequence[Group]) -> None:
     for group in groups:
@@ -1034,7 +1048,7 @@ class Session:
         ),
         'cache_releases': self._rollout.cache_releases,
         **self._rollout.engine_counts,
-        'swaps': len(stalls),
+        'swaps': self._swaps(),
         'swap_stall_ms_p50': 1000 * float(np.median(stalls)) if stalls else 0.0,
         'peak_rss_bytes': run_folder.peak_rss_bytes(),
     }

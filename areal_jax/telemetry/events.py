@@ -58,7 +58,7 @@ LANES = (
 
 _FLUSH_SECONDS = 1.0
 _FLUSH_ROWS = 1000  # about 250 kB
-_KEPT_DURATIONS = 10_000  # a kind, for percentiles
+_KEPT_DURATIONS = 1000  # a kind, for percentiles
 FULL = 'limit met'  # kind of the last row of a file that met its limit
 _ROOM_FOR_NOTE = 512  # bytes that the row of that kind will not exceed
 
@@ -222,7 +222,7 @@ class EventLog:
       return _total(self._counts, kind, lane)
 
   def durations(self, kind: str, lane: str | None = None) -> list[float]:
-    """Seconds of each of the last 10,000 spans of a kind, oldest first; of them
+    """Seconds of each of the last 1,000 spans of a kind, oldest first; of them
     those in one lane, or all."""
     with self._lock:
       return [

@@ -789,7 +789,14 @@ _SYSTEM = (
         'rss_bytes',
         'bytes',
         'What the process holds resident after the step; its children are not'
-        ' in it. Once warm it should stand still.',
+        ' in it.',
+        0.0,
+    ),
+    Metric(
+        'heap_bytes',
+        'bytes',
+        'The part of rss_bytes that is no page of a file: those of libraries'
+        ' come and go as the kernel sees fit. Once warm it should stand still.',
         0.0,
     ),
     Metric(

@@ -97,6 +97,20 @@ def rss_bytes() -> int:
   return peak_rss_bytes()  # no procfs (macOS)
 
 
+def heap_bytes() -> int:
+  """The part of `rss_bytes` that is no page of a file.
+
+  Pages of libraries come and go as the kernel sees fit, a hundred MB of them;
+  what a program keeps by mistake is never among them.
+  """
+  status = pathlib.Path('/proc/self/status')
+  if status.exists():
+    for text in status.read_text().splitlines():
+      if text.startswith('RssAnon:'):
+        return int(text.split()[1]) * 1024
+  return rss_bytes()
+
+
 def peak_rss_bytes() -> int:
   """The most memory this process has held resident so far, in bytes.
 

@@ -119,11 +119,11 @@ def test_totals_need_no_file():
 
 def test_kept_durations_are_bounded():
   log = EventLog(None)
-  for i in range(10_050):
+  for i in range(1050):
     log.record('decode', 'generate', 0.0, float(i))
   kept = log.durations('decode')
-  assert (len(kept), kept[0], kept[-1]) == (10_000, 50.0, 10_049.0)
-  assert log.count('decode') == 10_050
+  assert (len(kept), kept[0], kept[-1]) == (1000, 50.0, 1049.0)
+  assert log.count('decode') == 1050
 
 
 def test_failed_block_is_logged_with_its_reason(tmp_path):
