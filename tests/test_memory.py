@@ -13,9 +13,9 @@ from areal_jax.telemetry.jsonl import read_jsonl
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEPS = 300
-# What the allocator keeps for later is given back before each look. Otherwise it
-# comes back in jumps (protobuf, which TensorBoard's events are made of, trims
-# the heap every ten thousand frees) and the slope is that of a saw's tooth.
+# What the allocator keeps for later is given back before each look. Otherwise
+# that happens in jumps (protobuf, which TensorBoard's events are made of, trims
+# the heap after so many frees) and the slope is that of a saw's tooth.
 CONFIG = f"""
 import ctypes
 import pathlib
