@@ -205,7 +205,10 @@ class Publisher:
     key = (target.name, structure, sent)
     if key not in self._crossings:
       there = part_of(target.shardings, params)
-      self._crossings[key] = Crossing(params, there)
+      device, *_ = leaves[0].devices()
+      self._crossings[key] = Crossing(
+          params, there, over_host=device.platform == 'cpu'
+      )
     return self._crossings[key]
 
   def _swapped(self, name: str) -> Callable[[int], None]:

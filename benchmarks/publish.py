@@ -8,8 +8,9 @@ rollout mesh: one device to one, four that shard its width to two that shard its
 heads, four that shard both to two engines that have all of it, and two meshes
 over the same four devices. A version has arrived when its last array has, and
 its rate is what has been written on the devices of the engines over the seconds
-until then. Right before and after, the same number of bytes is copied from one
-array into another by numpy; the bar is half of that rate. Medians are shown.
+until then. Right behind it the same number of bytes is copied from one array
+into another by numpy; the bar is half of that rate, for what is larger than a
+cache. Medians are shown.
 
 In the last arm an engine answers requests all the while, and new versions come
 one after another: how fast they arrive beside it, how long it takes the engine
@@ -71,6 +72,7 @@ SIZES = {
 SHORT = {'0.5 M': (128, 2, 256)}
 WAIT_S = 300.0
 _SLOTS = 16
+_CACHE = 2**25  # bytes; less than that may never reach memory
 
 
 def shape(width: int, layers: int, vocabulary: int) -> ModelConfig:
@@ -141,7 +143,10 @@ def measure(
       report.Row(f'{at}: written, MB', size / 1e6),
       report.Row(f'{at}: ms', 1000 * took),
       report.Row(f'{at}: GB/s', size / took / 1e9),
-      report.bounded(f'{at}: share of a plain copy', copied / took, '>= 0.5'),
+      # What a cache holds is copied faster than memory can be written.
+      report.bounded(f'{at}: share of a plain copy', copied / took, '>= 0.5')
+      if size > _CACHE
+      else report.Row(f'{at}: share of a plain copy', copied / took),
   ]
 
 

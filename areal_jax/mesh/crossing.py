@@ -1,8 +1,10 @@
 """Arrays from the layout of one mesh to that of another, over no third place.
 
 Between meshes that cut an array differently `jax.device_put` collects it on the
-host, waiting until it is there, and cuts it anew (jax 0.10.2). Here it crosses
-in pieces that neither layout cuts any further:
+host, waiting until it is there, and cuts it anew (jax 0.10.2). That is the
+fastest way where devices are pretended and lie in the memory of the host: on
+two busy cores 44 ms instead of 366 for 109 MB from fsdp 4 to tensor 2.
+Elsewhere an array crosses in pieces that neither layout cuts any further:
 
   1. one program here cuts the part of each device into pieces;
   2. each piece is copied to the device that is to have it;
@@ -34,9 +36,11 @@ class Crossing:
   Args:
     like: arrays or `jax.ShapeDtypeStruct`s, with `NamedSharding`s of one mesh.
     target: the same tree of `NamedSharding`s of one mesh.
+    over_host: whether arrays that are cut differently cross over the host.
   """
 
-  def __init__(self, like: PyTree, target: PyTree):
+  def __init__(self, like: PyTree, target: PyTree, *, over_host: bool = False):
+    self._over_host = over_host
     leaves, self._structure = jax.tree.flatten(like)
     shardings = self._structure.flatten_up_to(target)
     self._routes = [_Route(x, s) for x, s in zip(leaves, shardings)]
@@ -47,8 +51,28 @@ class Crossing:
 
   def __call__(self, tree: PyTree) -> PyTree:
     """The same values in new arrays, on their way to the target."""
-    routes = self._routes
-    pieces = [[x] for x in self._structure.flatten_up_to(tree)]
+    arrays = self._structure.flatten_up_to(tree)
+    collected = [
+        i
+        for i, route in enumerate(self._routes)
+        if self._over_host and route.cuts * route.joins > 1
+    ]
+    # Never an alias: no part there is a part here.
+    moved = jax.device_put(
+        [arrays[i] for i in collected],
+        [self._routes[i].target for i in collected],
+    )
+    landed = dict(zip(collected, moved))
+    rest = [i for i in range(len(arrays)) if i not in landed]
+    landed |= zip(rest, self._in_pieces(rest, [arrays[i] for i in rest]))
+    return self._structure.unflatten([landed[i] for i in range(len(arrays))])
+
+  def _in_pieces(
+      self, numbers: Sequence[int], arrays: Sequence[Array]
+  ) -> list[Array]:
+    """Arrays of these routes there."""
+    routes = [self._routes[i] for i in numbers]
+    pieces = [[x] for x in arrays]
     cut = [i for i, route in enumerate(routes) if route.cuts > 1]
     if cut:
       for i, of_array in zip(cut, self._cut([pieces[i][0] for i in cut])):
@@ -74,7 +98,7 @@ class Crossing:
     if joined:
       for i, array in zip(joined, self._join([landed[i] for i in joined])):
         landed[i] = [array]
-    return self._structure.unflatten([array for (array,) in landed])
+    return [array for (array,) in landed]
 
 
 class _Route:
@@ -85,6 +109,7 @@ class _Route:
   them, one there is joined of 4 x 1.
 
   Attributes:
+    target: where it goes.
     cuts: pieces of a part here.
     joins: pieces of a part there.
     journeys: (device here, which of its pieces, device there) of each copy; the
@@ -92,7 +117,7 @@ class _Route:
   """
 
   def __init__(self, like: Any, target: NamedSharding):
-    self._source, self._target = like.sharding, target
+    self._source, self.target = like.sharding, target
     here = self._source.shard_shape(like.shape)
     there = target.shard_shape(like.shape)
     # n / lcm(n / a, n / b) = gcd(a, b) where a and b divide n.
@@ -135,14 +160,14 @@ class _Route:
     """The same there, from what was copied to each device."""
     return [
         jax.make_array_from_single_device_arrays(
-            self._shape, self._target, list(arrived[number :: self.joins])
+            self._shape, self.target, list(arrived[number :: self.joins])
         )
         for number in range(self.joins)
     ]
 
   def join(self, pieces: Sequence[Array]) -> Array:
     """The whole array there."""
-    spec = self._target.spec
+    spec = self.target.spec
 
     def whole(pieces: Sequence[Array]) -> Array:
       pieces = list(pieces)
@@ -156,7 +181,7 @@ class _Route:
 
     return jax.shard_map(
         whole,
-        mesh=self._target.mesh,
+        mesh=self.target.mesh,
         in_specs=([spec] * self.joins,),
         out_specs=spec,
     )(list(pieces))

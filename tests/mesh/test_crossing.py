@@ -25,9 +25,10 @@ def rollout(skip=4, **shape):
   return mesh_of(jax.devices()[skip : skip + size], **shape)
 
 
-def moved(array, source, target):
+def moved(array, source, target, **how):
   placed = jax.device_put(array, source)
-  return placed, Crossing({'x': placed}, {'x': target})({'x': placed})['x']
+  crossing = Crossing({'x': placed}, {'x': target}, **how)
+  return placed, crossing({'x': placed})['x']
 
 
 FOUR, GRID, TWO = train(fsdp=4), train(fsdp=2, tensor=2), rollout(tensor=2)
@@ -45,20 +46,32 @@ FOUR, GRID, TWO = train(fsdp=4), train(fsdp=2, tensor=2), rollout(tensor=2)
         (on(train(fsdp=3), None, None, 'fsdp'), on(TWO, None, None, 'tensor')),
         (on(GRID), on(TWO)),
     ],
-    ids=str,
+    ids=[
+        'cut and joined',
+        'joined from a grid',
+        'along three axes',
+        'joined, never cut',
+        'cut, never joined',
+        'as many parts',
+        'thirds to halves',
+        'copies',
+    ],
 )
 def test_what_arrives_is_what_was_sent(source, target):
   array = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
-  _, arrived = moved(array, source, target)
-  np.testing.assert_array_equal(arrived, array)
-  assert arrived.sharding == target and arrived.committed
+  for over_host in (False, True):
+    placed, arrived = moved(array, source, target, over_host=over_host)
+    placed.delete()
+    np.testing.assert_array_equal(arrived, array)
+    assert arrived.sharding == target and arrived.committed
 
 
 @pytest.mark.parametrize('spec', [(), (None, 'tensor')], ids=str)
 def test_what_crosses_to_a_device_that_has_it_is_new_all_the_same(spec):
   mesh = train(tensor=2)
   array = np.ones(SHAPE, np.float32)
-  placed, arrived = moved(array, on(mesh, *spec), on(mesh, *spec))
+  source = on(mesh, *spec)
+  placed, arrived = moved(array, source, source, over_host=True)
   placed.delete()
   np.testing.assert_array_equal(arrived, array)
 
