@@ -44,7 +44,6 @@ from absl import app, flags
 import jax
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
 import numpy as np
 
 from areal_jax.losses.policy import PolicyLoss
@@ -399,7 +398,9 @@ def draw(series: Sequence[Series], path: pathlib.Path) -> None:
   axes = list(dict.fromkeys(one.axis.name for one in series))
   figure = Figure(figsize=(10.0, 6.0), dpi=120, layout='constrained')
   FigureCanvasAgg(figure)
-  panels = figure.subplots(2, len(axes), sharex='col', squeeze=False)
+  panels = figure.subplots(
+      2, len(axes), sharex='col', sharey='row', squeeze=False
+  )
   for column, name in enumerate(axes):
     above, below = panels[:, column]
     own = [one for one in series if one.axis.name == name]
@@ -416,9 +417,9 @@ def draw(series: Sequence[Series], path: pathlib.Path) -> None:
       panel.spines[['top', 'right']].set_visible(False)
     unit = own[0].axis.unit
     below.set_xlabel(f'{name} ({unit})' if unit else name)
-    above.legend(frameon=False, fontsize=8)
     if max(p.at for one in own for p in one.points) <= 1024:
-      below.xaxis.set_major_formatter(ScalarFormatter())
+      below.xaxis.set_major_formatter('{x:g}')
+  panels[0, 0].legend(frameon=False, fontsize=9)
   panels[0, 0].set_ylabel('tokens a second')
   panels[1, 0].set_ylabel('memory held at once (MiB)')
   path.parent.mkdir(parents=True, exist_ok=True)
