@@ -18,7 +18,7 @@ what their caches hold does not matter for the cost, so it is never computed.
 *Bytes* are those that a step has to hold at once, by what the compiler says of
 its programs: arguments, results and temporary arrays, and beside them what lies
 in memory meanwhile (moments, further microbatches). Tokens a second are the
-median of three calls; a call of more than a second is made once.
+median of seven calls; one of more than a second is made once.
 
 An *exponent* is the slope of a line through the logarithms of the last three
 points, where what does not grow has stopped to matter. The bars are those of
@@ -58,7 +58,7 @@ from areal_jax.types import Microbatch, Request, SamplingParams
 from benchmarks import report, serving
 
 _LONG_S = 1.0  # a call of more is made once
-_CALLS = 3
+_CALLS = 7
 _FITTED = 3  # last points that an exponent is of
 _SLOTS, _STEPS = 8, 8  # of decode: sequences, and tokens of each a dispatch
 _COLORS = {'train': '#c05621', 'decode': '#2b6cb0'}
