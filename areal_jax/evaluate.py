@@ -123,6 +123,7 @@ def _ask(prepared: Prepared, version: int) -> Evaluation:
       require_memory,
   )
   from areal_jax.experiment import served_policy
+  from areal_jax.mesh.program_cache import keep_programs
   from areal_jax.mesh.rules import Rules
   from areal_jax.mesh.slices import (
       MeshSettings,
@@ -139,6 +140,7 @@ def _ask(prepared: Prepared, version: int) -> Evaluation:
   shape = MeshSettings(
       TrainMesh(tensor=rollout.devices), rollout, colocated=True
   )
+  keep_programs()
   slices = cut(machine_devices(shape), shape)
   dtype = settings.rollout.dtype
   engine = settings.rollout.engine
@@ -162,6 +164,9 @@ def _ask(prepared: Prepared, version: int) -> Evaluation:
         jax.device_put(params, loop.engine.param_shardings)
         for loop in engines.loops
     ]
+    stack.callback(engines.close)
+    for loop, placed in zip(engines.loops, weights, strict=True):
+      loop.engine.compile_ahead(placed)
     thread = AsyncThread('evaluation')
     stack.callback(thread.stop)
     evaluator = build_evaluator(engines, events)

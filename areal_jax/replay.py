@@ -32,6 +32,7 @@ from areal_jax.experiment import (
     warm_started,
 )
 from areal_jax.mesh.host import keep_freed_memory
+from areal_jax.mesh.program_cache import keep_programs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, machine_devices
 from areal_jax.models import transformer
@@ -79,6 +80,7 @@ def run(experiment: Experiment) -> Replayed:
   first = 1 if saved is None else saved.step + 1
   last = _last(settings, schedule, first)
   _require_same(prepared, schedule, saved)
+  keep_programs()
   devices = machine_devices(settings.mesh)
   if devices[0].platform == 'cpu':
     keep_freed_memory()

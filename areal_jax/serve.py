@@ -135,6 +135,7 @@ def _start(policy: PreparedPolicy, port: int) -> Any:
   """The running server of a policy, everything compiled."""
   # pylint: disable=g-import-not-at-top
   from areal_jax.experiment import served_policy
+  from areal_jax.mesh.program_cache import keep_programs
   from areal_jax.mesh.rules import Rules
   from areal_jax.mesh.slices import (
       MeshSettings,
@@ -149,6 +150,7 @@ def _start(policy: PreparedPolicy, port: int) -> Any:
   # One engine: the orchestrator would put prefixes of one into another.
   alone = dataclasses.replace(settings.mesh.rollout, replicas=1)
   shape = MeshSettings(TrainMesh(tensor=alone.devices), alone, colocated=True)
+  keep_programs()
   (mesh,) = cut(machine_devices(shape), shape).rollout
   model, params = served_policy(policy, mesh, rules)
   engine = jetstream.JetStreamEngine(

@@ -64,6 +64,7 @@ from areal_jax.experiment import (
 )
 from areal_jax.ledger import Ledger
 from areal_jax.mesh.host import keep_freed_memory
+from areal_jax.mesh.program_cache import keep_programs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, machine_devices
 from areal_jax.models import transformer
@@ -145,6 +146,7 @@ def run(experiment: Experiment) -> Result:
   summary = _ended(start, settings)
   if summary is not None:
     return summary
+  keep_programs()
   devices = machine_devices(settings.mesh)
   if devices[0].platform == 'cpu':
     keep_freed_memory()
@@ -369,7 +371,9 @@ class Session:
     self._async = AsyncThread('controller')
     stack.callback(self._async.stop)
     self._rollout = self._build_rollout()
+    stack.callback(self._rollout.close)
     stack.callback(self._rollout.stop)
+    self._rollout.compile_ahead(settings.rollout.dtype)
     self._evaluator = build_evaluator(self._rollout, self._events)
     stack.callback(self._evaluator.stop)
     self._evaluations = self._build_evaluations()
@@ -445,6 +449,7 @@ class Session:
         *(loop.counts.tokens for loop in self._evaluator.loops),
         *self._scorer.counts.values(),
         *self._judge.counts.values(),
+        self._rollout.compiled,
     )
 
   def _report(self) -> str:
@@ -674,16 +679,17 @@ class Session:
     return params
 
   def _warm_up(self, trainer: Trainer) -> Handle:
-    """Compiles everything; publishes to engines that are still to start."""
+    """Compiles training; publishes to engines that are still to start.
+
+    Their own programs are compiled beside this, since the session was opened,
+    and go on to be: each is waited for by those who call it.
+    """
     with self._events.span('compile', 'train'):
       trainer.warm_up()
       publisher = self._rollout.publisher
       handle = publisher.publish(trainer.version, trainer.params)
       if self._prepared.model.lora.projections:
         publisher.warm_up(trainer.trainable)
-      _, weights = publisher.latest()
-      for loop in self._rollout.loops:
-        loop.engine.warm_up(weights[f'engine/{loop.name}'])
     self._evaluator.start()
     return handle
 

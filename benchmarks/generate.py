@@ -520,6 +520,7 @@ def first_token(shape: str) -> float:
   mesh = serving.one_device()
   config = ModelConfig(**json.loads(shape))
   engine = Engine(config, serving.engine_settings(work), mesh, Rules())
+  engine.compile_ahead(engine.abstract_weights())
   loop = EngineLoop(engine, '0', swap='recompute', events=EventLog(None))
   loop.set_weights(0, serving.init_params(config, mesh), lambda version: None)
   loop.start()
@@ -532,6 +533,7 @@ def first_token(shape: str) -> float:
     raise TimeoutError(f'no token after {serving.WAIT_S} s')
   seconds = time.monotonic() - start
   loop.stop()
+  engine.programs.close()
   return seconds
 
 

@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import json
 import random
+import re
 import threading
 import time
 
@@ -743,7 +744,9 @@ def test_silence_is_told_with_the_reward_that_hangs(tmp_path, capsys):
   said = capsys.readouterr().err
   assert 'nothing has moved for' in said
   assert 'waits for 4 groups' in said
-  assert '1 reward jobs of tests.session_rewards:hangs_in_training' in said
+  # On a busy machine the others may be waiting still.
+  jobs = r'[1-9]\d* reward jobs of tests\.session_rewards:hangs_in_training'
+  assert re.search(jobs, said)
   summary = result.summary
   assert summary['silences'] >= 1 and summary['rewards']['timeout'] >= 1
   assert summary['failed_members'] == summary['rewards']['timeout']

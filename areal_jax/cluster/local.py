@@ -161,9 +161,29 @@ class Rollout:
     """What each engine does and who waits for it, in lines."""
     return '\n  '.join(loop.explain() for loop in self.loops)
 
+  def compile_ahead(self, dtype: str = '') -> None:
+    """Begins to compile what the engines will need, beside whatever goes on.
+
+    Args:
+      dtype: of their weights; empty for the policy's own.
+    """
+    for loop in self.loops:
+      weights = loop.engine.abstract_weights(dtype)
+      loop.engine.compile_ahead(weights, exact=loop.exact)
+
+  @property
+  def compiled(self) -> int:
+    """Programs that the engines have compiled ahead so far."""
+    return sum(loop.engine.programs.done for loop in self.loops)
+
   def stop(self) -> None:
     for loop in self.loops:
       loop.stop()
+
+  def close(self) -> None:
+    """Gives up what is still to be compiled, when no loop runs any more."""
+    for loop in self.loops:
+      loop.engine.programs.close()
 
   @property
   def deaths(self) -> int:

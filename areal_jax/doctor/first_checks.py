@@ -38,6 +38,7 @@ from areal_jax.experiment import (
     initial_params,
     prepare,
 )
+from areal_jax.mesh.program_cache import keep_programs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut, machine_devices
 from areal_jax.models import lora
@@ -255,6 +256,7 @@ class PlainLoop:
     settings = prepared.settings
     self._prepared = prepared
     self._rules = Rules()
+    keep_programs()
     self._slices = cut(machine_devices(settings.mesh), settings.mesh)
     self._draws = ProblemStream(
         prepared.train, seed=settings.seed, parts=prepared.parts

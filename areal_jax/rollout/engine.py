@@ -48,11 +48,18 @@ from areal_jax.models import attention, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import UNKNOWN
 from areal_jax.rollout import sampling
+from areal_jax.rollout.programs import Compile, Name, Programs
 from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.types import Request, SamplingParams
 
 Array = jax.Array
 Params = Any
+
+# Names of the programs that have one shape each.
+INIT: Name = ('init',)
+LAY_OUT: Name = ('lay_out',)
+OCCUPY: Name = ('occupy',)
+RELEASE: Name = ('release',)
 
 _SMALLEST_PREFILL = 16
 _PROMPT_LOGITS = 2**24  # most logits of a prompt that are there at once
@@ -334,6 +341,8 @@ class Engine:
     self._occupy = compiled(self._occupy_program, out_shardings=state)
     self._release = compiled(self._release_program, out_shardings=state)
     self._prompt_logps = jax.jit(self._prompt_logps_program)
+    self.programs = Programs()
+    self._planned_for: tuple[Any, ...] | None = None
 
   # The part that JetStream's orchestrator also calls.
 
@@ -351,15 +360,28 @@ class Engine:
 
   def init_decode_state(self) -> DecodeState:
     """A state in which no slot is active."""
+    self.programs.wait(INIT)
     return self._init()
+
+  def abstract_weights(self, dtype: str = '') -> Params:
+    """Weights of this engine as shapes with shardings, for `compile_ahead`.
+
+    Args:
+      dtype: of the floating ones; empty for the policy's own.
+    """
+    shapes = cast_shapes(transformer.abstract_params(self.config), dtype)
+    return _placed(shapes, self.param_shardings)
 
   def lay_out(self, params: Params) -> Params:
     """Weights in the form that every dispatch reads fastest.
 
-    All methods take either form; each has programs of its own, and `warm_up`
-    compiles those of this one. See `transformer.layers_apart`.
+    All methods take either form; each has programs of its own, and those of
+    this one are compiled ahead of time. See `transformer.layers_apart`.
     """
-    return self._lay_out(params) if self._apart else params
+    if not self._apart:
+      return params
+    self.programs.wait(LAY_OUT)
+    return self._lay_out(params)
 
   def prefill(
       self,
@@ -477,6 +499,7 @@ class Engine:
       The state, and [R, T, L, k] int16 the experts that the tokens went to;
       None where choices are not recorded.
     """
+    self.programs.wait(extend_name(pieces))
     with _sends():
       return self._extend(params, state, vars(pieces))
 
@@ -499,6 +522,7 @@ class Engine:
     """
     s = self.settings
     rows, nowhere = s.occupy_rows, s.total_pages
+    self.programs.wait(OCCUPY)
     for start in range(0, len(slots), rows):
       part = slice(start, start + rows)
       settings = self._slot_settings(slots[part], requests[part], rows)
@@ -558,6 +582,7 @@ class Engine:
       raise ValueError(f'k is {k}, wanted 1..{self.settings.steps}')
     if tables is None:
       tables = self.own_tables()
+    self.programs.wait(generate_name(tables.shape[1]))
     with _sends():
       return self._generate(params, state, tables, np.int32(k))
 
@@ -571,6 +596,7 @@ class Engine:
       padded_tokens: [T] int32, T one of `prefill_buckets`.
       true_length: tokens that are meant; what is behind them is 0.
     """
+    self.programs.wait(prompt_logps_name(padded_tokens))
     with _sends():
       return self._prompt_logps(params, padded_tokens, np.int32(true_length))
 
@@ -617,46 +643,106 @@ class Engine:
     """Ends slots whose requests nobody waits for any more."""
     ended = np.zeros(self.settings.slots, bool)
     ended[list(slots)] = True
+    self.programs.wait(RELEASE)
     with _sends():
       return self._release(state, ended)
 
-  def warm_up(self, params: Params) -> None:
-    """Compiles every program that a run can need, in the order of need.
+  def compile_ahead(self, like: Params, *, exact: bool = False) -> None:
+    """Begins to compile every program that a run can need, and returns.
 
-    Those for short sequences come first. What JetStream alone calls is
-    compiled when it is called.
+    It goes on in one thread, in the order of need, with programs for short
+    sequences first; nothing is computed and no state is made for it. A call of
+    a program waits for that one alone. What JetStream alone calls is compiled
+    when it is called.
+
+    Args:
+      like: the weights to come, or `jax.ShapeDtypeStruct`s with shardings.
+      exact: whether only loops that are `exact` will use it, which take
+        sequences one by one and decode with the widest page tables.
     """
-    s = self.settings
-    params = self.lay_out(params)
-    state = self.init_decode_state()
+    weights = jax.tree.map(_abstract, like)
+    asked = (*jax.tree.flatten(weights), exact)
+    if asked == self._planned_for:
+      return
+    if self._planned_for is not None:
+      self.programs.wait_for_all()
+    self._planned_for = asked
+    self.programs.plan(self._plan(weights, exact))
 
-    def extend(rows: int, bucket: int) -> None:
-      nonlocal state
-      starts, lengths = np.zeros((2, rows), np.int32)
-      tables = np.zeros((rows, s.pages_per_slot), np.int32)
-      ids = np.zeros((rows, bucket), np.int32)
-      pieces = Pieces(ids, starts, lengths, tables)
-      state, _ = self.extend(params, state, pieces)
+  def warm_up(self, params: Params) -> None:
+    """Compiles every program that a run can need, and waits for all of them.
 
-    def generate(columns: int) -> None:
-      nonlocal state
-      tables = np.zeros((s.slots, columns), np.int32)
-      state, _ = self.generate_steps(params, state, 1, tables)
+    Args:
+      params: like the weights to come; see `compile_ahead`.
 
-    request = Request('warm-up', (0,), SamplingParams(1))
-    extend(s.rows_for(0, s.piece_buckets[0]), s.piece_buckets[0])
-    state = self.occupy(state, [0], [request], [np.zeros(1, np.int32)])
-    generate(s.live_buckets[0])
-    state = self.release(state, [0])
-    for bucket in s.piece_buckets:
-      for rows in sorted({s.rows_for(0, bucket), s.piece_rows(bucket)}):
-        extend(rows, bucket)
+    Raises:
+      Exception: what the compilation of one of them raised.
+    """
+    self.compile_ahead(params)
+    self.programs.wait_for_all()
+
+  def _plan(self, weights: Params, exact: bool) -> list[tuple[Name, Compile]]:
+    """What to compile for weights of these shapes, in the order of need."""
+    s, integers, state = self.settings, _integers, self.abstract_state
+    laid_out = weights
+
+    def lay_out() -> None:
+      nonlocal laid_out
+      compiled = self._lay_out.lower(weights).compile()
+      laid_out = _placed(compiled.out_info, compiled.output_shardings)
+
+    def occupy() -> None:
+      request = Request('warm-up', (0,), SamplingParams(1))
+      rows = s.occupy_rows
+      settings = vars(self._slot_settings([0], [request], rows))
+      self._occupy.lower(
+          state,
+          jax.tree.map(_abstract, settings),
+          integers(rows, s.pages_per_slot * s.page_size),
+          integers(rows),
+          integers(rows),
+          integers(rows, 2),
+      ).compile()
+
+    def release() -> None:
+      ended = np.zeros(s.slots, bool)
+      self._release.lower(state, _abstract(ended)).compile()
+
+    def extend(rows: int, bucket: int) -> tuple[Name, Compile]:
+      trace = lambda: self.trace_extend(laid_out, rows, bucket)
+      return ('extend', rows, bucket), lambda: trace().lower().compile()
+
+    def generate(columns: int) -> tuple[Name, Compile]:
+      trace = lambda: self.trace_generate(laid_out, columns)
+      return generate_name(columns), lambda: trace().lower().compile()
+
+    def prompt_logps(bucket: int) -> tuple[Name, Compile]:
+      lower = lambda: self._prompt_logps.lower(
+          laid_out, integers(bucket), integers()
+      )
+      return ('prompt_logps', bucket), lambda: lower().compile()
+
+    columns = s.live_buckets[-1:] if exact else s.live_buckets
+    pieces = [
+        (rows, bucket)
+        for bucket in s.piece_buckets
+        for rows in sorted(
+            {1} if exact else {s.rows_for(0, bucket), s.piece_rows(bucket)}
+        )
+    ]
+    plan = [(INIT, lambda: self._init.lower().compile())]
+    if self._apart:
+      plan.append((LAY_OUT, lay_out))
+    plan += [
+        extend(*pieces[0]),
+        (OCCUPY, occupy),
+        generate(columns[0]),
+        (RELEASE, release),
+        *(extend(*shape) for shape in pieces[1:]),
+    ]
     if s.sampling.prompt_logps:
-      for bucket in s.prefill_buckets:
-        self.prompt_logps(params, np.zeros(bucket, np.int32), 1)
-    for columns in s.live_buckets[1:]:
-      generate(columns)
-    jax.block_until_ready(state)
+      plan += [prompt_logps(bucket) for bucket in s.prefill_buckets]
+    return [*plan, *(generate(width) for width in columns[1:])]
 
   # The same from shapes alone: nothing is compiled and no device used.
 
@@ -693,13 +779,7 @@ class Engine:
   @property
   def abstract_state(self) -> DecodeState:
     """Shapes and shardings of a decode state."""
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=sharding
-        ),
-        self.state_shapes,
-        self.state_shardings,
-    )
+    return _placed(self.state_shapes, self.state_shardings)
 
   # The programs.
 
@@ -999,3 +1079,50 @@ def _sends() -> contextlib.AbstractContextManager:
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def cast_shapes(shapes: Any, dtype: str) -> Any:
+  """Shapes, the floating ones in another dtype, if there is one."""
+  return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, dtype)
+      if dtype and jnp.issubdtype(x.dtype, jnp.floating)
+      else x,
+      shapes,
+  )
+
+
+def extend_name(pieces: Pieces) -> Name:
+  """The program that caches pieces of this shape."""
+  return ('extend', *pieces.ids.shape)
+
+
+def generate_name(columns: int) -> Name:
+  """The program that decodes over page tables of this width."""
+  return ('generate', columns)
+
+
+def prompt_logps_name(padded_tokens: np.ndarray) -> Name:
+  """The program for prompts that are padded to this length."""
+  return ('prompt_logps', len(padded_tokens))
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+  """Shapes with shardings."""
+  return jax.tree.map(
+      lambda x, sharding: jax.ShapeDtypeStruct(
+          x.shape, x.dtype, sharding=sharding
+      ),
+      shapes,
+      shardings,
+  )
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+  """An argument as its program is compiled for it.
+
+  One that is on the host, or committed to no device, comes without a sharding:
+  it goes where the others are.
+  """
+  placed = getattr(x, 'committed', hasattr(x, 'sharding'))
+  sharding = x.sharding if placed else None
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -53,15 +53,17 @@ import contextlib
 import dataclasses
 import threading
 import time
-from typing import Any, Callable, Literal, Sequence
+from typing import Any, Callable, Iterator, Literal, Sequence
 
 import jax
 import numpy as np
 
 from areal_jax.models.moe import UNKNOWN
+from areal_jax.rollout import engine as engine_lib
 from areal_jax.rollout.cache import SlotCache
 from areal_jax.rollout.engine import Engine, Pieces
 from areal_jax.rollout.pace import Pace
+from areal_jax.rollout.programs import Name, text_of
 from areal_jax.rollout.stopping import Stop, StopStrings
 from areal_jax.telemetry.events import EventLog
 from areal_jax.tokenizer.base import Tokenizer
@@ -78,6 +80,10 @@ _WAITS = 'waits for requests or weights'
 
 class EngineStopped(RuntimeError):
   """The loop no longer runs; the cause is chained."""
+
+
+class _Stops(Exception):
+  """The loop shall end in the middle of a wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,6 +304,7 @@ class EngineLoop:
     with self._wake:
       self._stopping = True
       self._wake.notify()
+    self.engine.programs.nudge()
     if self._executor:
       self._executor.shutdown(wait=True)
 
@@ -337,6 +344,9 @@ class EngineLoop:
     )
     if waiting:
       head += f', the oldest for {now - waiting[0].since:.1f} s'
+    compiling = self.engine.programs.explain()
+    if compiling:
+      head += f'; {compiling}'
     lines = [
         f'slot {slot}: {r.request.request_id}, {len(r)} tokens of at most'
         f' {r.request.sampling.max_new_tokens}, for {now - r.since:.1f} s'
@@ -350,7 +360,7 @@ class EngineLoop:
   def _run(self) -> None:
     # What crosses between host and devices does so by a call that says it: a
     # forgotten conversion would hold up every dispatch and show nowhere.
-    with jax.transfer_guard('disallow'):
+    with contextlib.suppress(_Stops), jax.transfer_guard('disallow'):
       while self._wait_for_work():
         self._turn()
 
@@ -358,7 +368,7 @@ class EngineLoop:
     """All that is to be done now, once."""
     if self._state is None:
       self._doing = ('makes room for a cache', time.monotonic())
-      with self.dispatch_lock:
+      with self._devices(engine_lib.INIT):
         self._state = self.engine.init_decode_state()
     for doing, work in (
         ('gives up requests', self._give_up_aborted),
@@ -369,6 +379,27 @@ class EngineLoop:
     ):
       self._doing = (doing, time.monotonic())
       work()
+
+  @contextlib.contextmanager
+  def _devices(self, program: Name) -> Iterator[None]:
+    """The devices, as soon as this program for them is compiled.
+
+    Nobody is kept from the devices meanwhile.
+
+    Raises:
+      _Stops: the loop shall end, and the program is not ready.
+    """
+    programs = self.engine.programs
+    if not programs.ready(program):
+      doing, _ = self._doing
+      awaits = f'{doing}, for which it waits for a program, {text_of(program)}'
+      self._doing = (awaits, time.monotonic())
+      if not programs.wait(program, lambda: self._stopping):
+        raise _Stops
+      self._doing = (doing, time.monotonic())
+      self._paced_from = None
+    with self.dispatch_lock:
+      yield
 
   def _wait_for_work(self) -> bool:
     """Blocks while there is nothing to do; false when the loop shall end."""
@@ -416,7 +447,7 @@ class EngineLoop:
         if r is not None and r.request.request_id in aborts
     ]
     if slots:
-      with self.dispatch_lock:
+      with self._devices(engine_lib.RELEASE):
         self._state = self.engine.release(self._state, slots)
     for slot in slots:
       waiting.append(self._leave(slot, known=True))
@@ -445,7 +476,7 @@ class EngineLoop:
         self._pending = None
       self._taking = pending
     start = time.monotonic()
-    with self.dispatch_lock:
+    with self._devices(engine_lib.LAY_OUT):
       params = self.engine.lay_out(weights.params)
       jax.block_until_ready(params)
     self._weights = Weights(weights.version, params)
@@ -509,7 +540,7 @@ class EngineLoop:
     """Everybody who has begun begins again."""
     active = [s for s in slots if self._slots[s].active]
     if active:
-      with self.dispatch_lock:
+      with self._devices(engine_lib.RELEASE):
         self._state = self.engine.release(self._state, active)
     stopped = [self._leave(slot, known=False) for slot in slots]
     with self._wake:
@@ -587,7 +618,7 @@ class EngineLoop:
   def _send(self, pieces: Pieces) -> None:
     """Has pieces computed; keeps what experts their tokens went to, by page."""
     self._paced_from = None
-    with self.dispatch_lock:
+    with self._devices(engine_lib.extend_name(pieces)):
       self._state, routing = self.engine.extend(
           self._weights.params, self._state, pieces
       )
@@ -617,7 +648,7 @@ class EngineLoop:
     if not placed:
       return
     slots = [p.sequence.slot for p in placed]
-    with self.dispatch_lock:
+    with self._devices(engine_lib.OCCUPY):
       self._state = self.engine.occupy(
           self._state,
           slots,
@@ -670,7 +701,7 @@ class EngineLoop:
         if youngest == slot:
           break
     if preempted:
-      with self.dispatch_lock:
+      with self._devices(engine_lib.RELEASE):
         self._state = self.engine.release(self._state, preempted)
     used = self._cache.pool.used
     self.counts.peak_pages = max(self.counts.peak_pages, used)
@@ -692,9 +723,10 @@ class EngineLoop:
   def _tell_prompt_logps_of(
       self, prompt: tuple[int, ...], asking: list[_Running]
   ) -> None:
-    with self.dispatch_lock:
+    padded = self.engine.pad_prompt(prompt)
+    with self._devices(engine_lib.prompt_logps_name(padded)):
       logps = self.engine.prompt_logps(
-          self._weights.params, self.engine.pad_prompt(prompt), len(prompt)
+          self._weights.params, padded, len(prompt)
       )
       logps = np.array(jax.device_get(logps)[: len(prompt)])
     logps[0] = np.nan  # nothing predicts it
@@ -708,7 +740,7 @@ class EngineLoop:
     version, k = self._weights.version, self._steps()
     columns = self._make_room(k)
     start = time.monotonic()
-    with self.dispatch_lock:
+    with self._devices(engine_lib.generate_name(columns)):
       self._state, result = self.engine.generate_steps(
           self._weights.params,
           self._state,
@@ -768,7 +800,7 @@ class EngineLoop:
         self._pace.ended(len(running))
       self._finished.append((running, *ending))
     if cut:
-      with self.dispatch_lock:
+      with self._devices(engine_lib.RELEASE):
         self._state = self.engine.release(self._state, cut)
 
   def _steps(self) -> int:

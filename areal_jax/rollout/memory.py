@@ -12,13 +12,12 @@ import dataclasses
 from typing import Any, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.config import ConfigError
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
-from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.engine import Engine, cast_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +73,7 @@ def estimate(
   shapes = transformer.abstract_params(sent)
   shardings = transformer.param_shardings(sent, engine.mesh, engine.rules)
   stays = [transformer.partition(sent, t)[1] for t in (shapes, shardings)]
-  shared = _bytes(_cast(stays[0], dtype), stays[1])
+  shared = _bytes(cast_shapes(stays[0], dtype), stays[1])
   whole = weights_bytes(engine, dtype)
   return Estimate(
       weights=whole if merges else whole - shared,
@@ -92,18 +91,7 @@ def decode_state_bytes(engine: Engine) -> int:
 
 def weights_bytes(engine: Engine, dtype: str = '') -> int:
   """Bytes of one set of weights on each device of the engine's mesh."""
-  shapes = transformer.abstract_params(engine.config)
-  return _bytes(_cast(shapes, dtype), engine.param_shardings)
-
-
-def _cast(shapes: Any, dtype: str) -> Any:
-  """Shapes, the floating ones in another dtype, if there is one."""
-  return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, dtype)
-      if dtype and jnp.issubdtype(x.dtype, jnp.floating)
-      else x,
-      shapes,
-  )
+  return _bytes(engine.abstract_weights(dtype), engine.param_shardings)
 
 
 def require_room(

@@ -9,18 +9,34 @@ jax 0.10 sends '/jax/core/compile/backend_compile_duration' with `fun_name` for
 each program, also when the program came from the persistent cache. In that case
 '/jax/compilation_cache/cache_hits' was sent just before by the same thread,
 which is how the two are told apart.
+
+What a thread compiles `ahead_of_time` is part of the warm-up, however long that
+goes on beside the run; it is counted in the totals alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any
+from typing import Any, Iterator
 
 from jax import monitoring
 
 _BUILT = '/jax/core/compile/backend_compile_duration'
 _CACHE_HIT = '/jax/compilation_cache/cache_hits'
 _KEPT_NAMES = 1000
+
+_here = threading.local()  # .ahead: what this thread compiles is warm-up
+
+
+@contextlib.contextmanager
+def ahead_of_time() -> Iterator[None]:
+  """What this thread builds inside is warm-up, for every counter."""
+  _here.ahead = True
+  try:
+    yield
+  finally:
+    _here.ahead = False
 
 
 class CompilationCounter:
@@ -30,16 +46,21 @@ class CompilationCounter:
     total: programs compiled by XLA.
     cached: programs loaded from the persistent cache instead.
     seconds: wall time spent on both.
-    names_since_warm: what was built since `mark_warm`, in order, such as
-      'jit(train_step)'; the first 1,000.
+    since_warm: programs built since `mark_warm`, but for those built ahead of
+      time; 0 before it was called. Those loaded from the persistent cache
+      count: they too are shapes that the warm-up missed, and on another machine
+      they would have been compiled.
+    names_since_warm: what they are, in order, such as 'jit(train_step)'; the
+      first 1,000.
   """
 
   def __init__(self):
     self.total = 0
     self.cached = 0
     self.seconds = 0.0
+    self.since_warm = 0
     self.names_since_warm: list[str] = []
-    self._at_warm: int | None = None
+    self._warm = False
     self._lock = threading.Lock()
     self._thread = threading.local()  # .hit: this thread's program was cached
     self._installed = False
@@ -60,22 +81,11 @@ class CompilationCounter:
       self._installed = False
 
   def mark_warm(self) -> None:
-    """From here on every shape should have been seen."""
+    """From here on every shape should have been seen, or be planned for."""
     with self._lock:
-      self._at_warm = self.total + self.cached
+      self._warm = True
+      self.since_warm = 0
       self.names_since_warm = []
-
-  @property
-  def since_warm(self) -> int:
-    """Programs built since `mark_warm`; 0 before it was called.
-
-    Those loaded from the persistent cache count: they too are shapes that the
-    warm-up missed, and on another machine they would have been compiled.
-    """
-    with self._lock:
-      if self._at_warm is None:
-        return 0
-      return self.total + self.cached - self._at_warm
 
   def _on_event(self, event: str, **_: Any) -> None:
     if event == _CACHE_HIT:
@@ -92,6 +102,8 @@ class CompilationCounter:
         self.cached += 1
       else:
         self.total += 1
-      kept = len(self.names_since_warm)
-      if self._at_warm is not None and kept < _KEPT_NAMES:
+      if not self._warm or getattr(_here, 'ahead', False):
+        return
+      self.since_warm += 1
+      if len(self.names_since_warm) < _KEPT_NAMES:
         self.names_since_warm.append(str(fields.get('fun_name', 'unnamed')))

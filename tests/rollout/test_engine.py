@@ -295,11 +295,13 @@ def test_engine_on_a_tensor_mesh_says_the_same(engine, tensor):
 
 
 def test_nothing_compiles_after_warm_up(engine):
-  engine.warm_up(tiny.params())
-  weights = engine.lay_out(tiny.params())  # as the loop does
+  given = tiny.params()
   counter = CompilationCounter().install()
   counter.mark_warm()
   try:
+    engine.warm_up(engine.abstract_weights())  # and not from arrays
+    assert counter.since_warm == 0  # it is the warm-up
+    weights = engine.lay_out(given)
     requests = [
         tiny.request(f'{n}', range(1, n), new=60 - n, draw=n)
         for n in (2, 9, 18, 30)
@@ -307,9 +309,32 @@ def test_nothing_compiles_after_warm_up(engine):
     state = start(engine, weights, requests, range(4))
     state = engine.rebuild(weights, state, range(4))
     finish(engine, weights, state)
+    assert counter.names_since_warm == []
+    planted = jax.tree.map(
+        lambda x: jax.device_get(x).astype('bfloat16'), given
+    )
+    engine.lay_out(jax.device_put(planted, engine.param_shardings))
   finally:
     counter.uninstall()
-  assert counter.names_since_warm == []
+  assert counter.names_since_warm == ['jit(<lambda>)']  # what nobody planned
+
+
+def test_programs_are_planned_in_the_order_of_need():
+  settings = EngineSettings(**{**SETTINGS, 'max_length': 256, 'page_size': 16})
+  engine = Engine(tiny.config(), settings, tiny.mesh(), Rules())
+  plan = lambda exact: [
+      name for name, _ in engine._plan(engine.abstract_weights(), exact)
+  ]
+  rows = settings.rows_for(0, 16)
+  first = [('init',), ('lay_out',), ('extend', rows, 16), ('occupy',)]
+  assert plan(False)[:6] == [*first, ('generate', 4), ('release',)]
+  assert len(set(plan(False))) == len(plan(False))
+  widths = [name[1] for name in plan(False) if name[0] == 'generate']
+  assert widths == [4, 8, 16]
+  # Loops that are exact take one sequence at a time and one width.
+  assert [n for n in plan(True) if n[0] == 'generate'] == [('generate', 16)]
+  pieces = [name[1:] for name in plan(True) if name[0] == 'extend']
+  assert pieces == [(1, bucket) for bucket in settings.piece_buckets]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from areal_jax.models import transformer
 from areal_jax.rollout.client import EngineClient, echoed, generate_samples
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.loop import EngineLoop, EngineStopped
+from areal_jax.rollout.programs import Programs
 from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.rollout.workflow import answer_of
 from areal_jax.telemetry.compilations import CompilationCounter
@@ -505,6 +506,71 @@ def test_thread_that_dies_too_often_ends_with_the_last_cause(engine):
   running.loop.stop()
 
 
+class Late:
+  """One program of an engine is compiled when the test says so."""
+
+  def __init__(self, engine, monkeypatch, name):
+    self.gate = threading.Event()
+    self.programs = Programs()
+    # Another program comes first, so that the thread has one to hurry past.
+    self.programs.plan([(('other',), self._compile), (name, lambda: None)])
+    monkeypatch.setattr(engine, 'programs', self.programs)
+
+  def _compile(self):
+    assert self.gate.wait(60)
+
+  def wait_until_awaited(self, loop):
+    end = time.monotonic() + 60
+    while 'waits for a program' not in loop.explain():
+      assert time.monotonic() < end
+
+
+@pytest.mark.parametrize(
+    'name', [('init',), ('extend', 1, 16), ('occupy',), ('generate', 8)]
+)
+def test_loop_waits_for_a_program_and_says_so(engine, monkeypatch, name):
+  late, lock = Late(engine, monkeypatch, name), threading.Lock()
+  with Running(engine, dispatch_lock=lock) as running:
+    running.submit(tiny.request())
+    late.wait_until_awaited(running.loop)
+    text = running.loop.explain()
+    assert f'waits for a program, {" ".join(map(str, name))} for 0.' in text
+    assert 'compiles other for' in text and '1 programs to follow' in text
+    assert running.loop.health() == 'busy'
+    assert lock.acquire(blocking=False)  # others may use the devices
+    lock.release()
+    late.gate.set()
+    assert len(running.wait(1)['r'].ids) > 0
+    assert 'waits for a program' not in running.loop.explain()
+  late.programs.close()
+
+
+def test_loop_that_waits_for_a_program_can_be_stopped(engine, monkeypatch):
+  late = Late(engine, monkeypatch, ('occupy',))
+  running = Running(engine)
+  running.submit(tiny.request())
+  late.wait_until_awaited(running.loop)
+  running.loop.stop()  # while the compiler is at work
+  assert isinstance(running.wait(1)['r'], EngineStopped)
+  assert running.loop.failure() is None
+  late.gate.set()
+  late.programs.close()
+
+
+def test_what_a_compilation_raised_reaches_the_request(engine, monkeypatch):
+  def refuses():
+    raise NotImplementedError('no such instruction on this chip')
+
+  programs = Programs()
+  programs.plan([(('occupy',), refuses)])
+  monkeypatch.setattr(engine, 'programs', programs)
+  with Running(engine) as running:
+    running.submit(tiny.request())
+    cause = running.wait(1)['r'].__cause__
+  assert isinstance(cause, NotImplementedError)
+  assert str(cause) == 'no such instruction on this chip'
+
+
 def test_explanation_says_who_waits_for_the_engine(engine):
   with Running(engine, weights=False) as running:
     running.submit(tiny.request('asked'))
@@ -891,6 +957,7 @@ def test_cache_is_let_go_of_while_nothing_is_to_do(engine):
 
 def test_nothing_compiles_after_warm_up_whatever_comes(tight):
   tight.warm_up(tiny.params())
+  tiny.params(1)  # made by programs that are not the engine's
   counter = CompilationCounter().install()
   counter.mark_warm()
   try:

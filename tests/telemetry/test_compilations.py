@@ -7,7 +7,10 @@ from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 import pytest
 
-from areal_jax.telemetry.compilations import CompilationCounter
+from areal_jax.telemetry.compilations import (
+    CompilationCounter,
+    ahead_of_time,
+)
 
 
 @pytest.fixture
@@ -61,6 +64,36 @@ def test_compilations_of_other_threads_are_counted(counter):
   thread.start()
   thread.join()
   assert counter.total == 1
+
+
+def test_what_is_built_ahead_of_time_is_warm_up_and_the_rest_is_not(counter):
+  counter.mark_warm()
+  begun, seen = threading.Event(), threading.Event()
+
+  def ahead():
+    with ahead_of_time():
+      jax.jit(lambda x: x / 6).lower(np.ones(3)).compile()
+      begun.set()
+      assert seen.wait(60)
+
+  thread = threading.Thread(target=ahead)
+  thread.start()
+  assert begun.wait(60)
+  assert (counter.total, counter.since_warm) == (1, 0)
+
+  @jax.jit
+  def planted(x):
+    return x / 7
+
+  planted(np.ones(3))  # in another thread, though one works ahead just now
+  seen.set()
+  thread.join()
+  assert (counter.total, counter.since_warm) == (2, 1)
+  assert counter.names_since_warm == ['jit(planted)']
+  with ahead_of_time():
+    pass
+  planted(np.ones(4))
+  assert counter.since_warm == 2
 
 
 def test_persistent_cache_hit_is_told_apart(counter, tmp_path):

@@ -1,0 +1,161 @@
+"""The programs of an engine, compiled before they are called.
+
+A plan goes in: names of programs in the order in which a run will need them,
+and for each a function that compiles it from shapes alone. One thread works it
+off while weights are loaded and the first requests are served. Whoever is about
+to call a program waits for that one, and what is waited for comes next. Which
+program is called never depends on what is ready: the same run would say
+something else on a slower machine.
+
+Nothing of a program is kept here. `jitted.lower(shapes).compile()` leaves it
+where a call of `jitted` with such arguments finds it (jax 0.10.2; a test would
+see a version that does not), so calls cost what they always cost, and arguments
+that nobody planned for still compile, and are counted as a defect.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from typing import Any, Callable, Sequence
+
+from areal_jax.telemetry import compilations
+
+Name = tuple[str | int, ...]  # such as ('extend', 1, 16): rows, tokens
+Compile = Callable[[], Any]
+
+
+def text_of(name: Name) -> str:
+  """A name for readers: 'extend 1 16'."""
+  return ' '.join(map(str, name))
+
+
+class Programs:
+  """What one engine has compiled, compiles and is still to compile."""
+
+  def __init__(self):
+    self._changed = threading.Condition()
+    self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+    self._queue: dict[Name, Compile] = {}  # in the order of need
+    # Begun or done. What is in neither was not planned, or is given up.
+    self._begun: dict[Name, concurrent.futures.Future] = {}
+    self._doing: tuple[Name, float] | None = None
+
+  def plan(self, work: Sequence[tuple[Name, Compile]]) -> None:
+    """Has programs compiled, in this order, behind those planned before.
+
+    Args:
+      work: names, each once, and what compiles them. A name planned before is
+        compiled again, for other arguments.
+    """
+    with self._changed:
+      for name, compile_ in work:
+        self._queue[name] = compile_
+        self._begun.pop(name, None)
+      if self._executor is None and self._queue:
+        self._executor = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix='programs'
+        )
+        self._next()
+
+  def ready(self, name: Name) -> bool:
+    """Whether a call would not wait: it is done, failed, or not planned."""
+    future = self._begun.get(name)
+    return future.done() if future else name not in self._queue
+
+  def wait(
+      self, name: Name, given_up: Callable[[], bool] = lambda: False
+  ) -> bool:
+    """Waits for a program, which comes next.
+
+    Args:
+      name: of one that nobody planned, for which there is no wait, or another.
+      given_up: whether to wait no longer; asked again at each `nudge`.
+
+    Returns:
+      Whether it is ready.
+
+    Raises:
+      Exception: what its compilation raised, as often as somebody asks.
+    """
+    if not self.ready(name):
+      with self._changed:
+        if name in self._queue:
+          self._queue = {name: self._queue[name], **self._queue}
+        self._changed.wait_for(lambda: self.ready(name) or given_up())
+        if not self.ready(name):
+          return False
+    future = self._begun.get(name)
+    if future is not None:
+      future.result()
+    return True
+
+  def wait_for_all(self) -> None:
+    """Waits until everything planned is compiled; raises what went wrong."""
+    with self._changed:
+      names = [*self._begun, *self._queue]
+    for name in names:
+      self.wait(name)
+
+  def nudge(self) -> None:
+    """Has those who wait ask whether to wait no longer."""
+    with self._changed:
+      self._changed.notify_all()
+
+  def close(self) -> None:
+    """Gives up what has not begun, and waits for what has.
+
+    Those who wait for what is given up go on, and would compile it themselves.
+    """
+    with self._changed:
+      self._queue.clear()
+      self._changed.notify_all()
+      executor = self._executor
+    if executor is not None:
+      executor.shutdown(wait=True)
+
+  @property
+  def done(self) -> int:
+    """Programs compiled so far, or failed."""
+    return sum(future.done() for future in list(self._begun.values()))
+
+  def explain(self) -> str:
+    """What is being compiled and since when; empty if nothing is."""
+    doing = self._doing
+    if doing is None:
+      return ''
+    name, since = doing
+    return (
+        f'compiles {text_of(name)} for {time.monotonic() - since:.1f} s,'
+        f' {len(self._queue)} programs to follow'
+    )
+
+  def _next(self) -> None:
+    """Begins with the next program; `_changed` is held."""
+    self._doing = None
+    if self._queue:
+      name, compile_ = next(iter(self._queue.items()))
+      try:
+        future = self._executor.submit(_compiled, compile_)
+      except RuntimeError:  # the interpreter is about to end
+        self._queue.clear()
+      else:
+        self._doing = (name, time.monotonic())
+        self._begun[name] = future
+        del self._queue[name]  # last, for `ready` takes no lock
+        future.add_done_callback(self._ended)
+        return
+    self._executor.shutdown(wait=False)
+    self._executor = None
+
+  def _ended(self, future: concurrent.futures.Future) -> None:
+    del future
+    with self._changed:
+      self._next()
+      self._changed.notify_all()
+
+
+def _compiled(compile_: Compile) -> None:
+  with compilations.ahead_of_time():
+    compile_()

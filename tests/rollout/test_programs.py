@@ -1,0 +1,169 @@
+"""Programs are compiled in order, waited for one by one, and given up."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from areal_jax.rollout.programs import Programs, text_of
+
+WAIT_S = 60
+
+
+class Work:
+  """Compilations that go on until they are let go, and what has begun."""
+
+  def __init__(self):
+    self.begun = []
+    self.gates = {}
+
+  def __call__(self, *names):
+    return [(name, self._compile(name)) for name in names]
+
+  def let(self, *names):
+    for name in names:
+      self.gates[name].set()
+
+  def _compile(self, name):
+    gate = self.gates[name] = threading.Event()
+
+    def compile_():
+      self.begun.append(name)
+      assert gate.wait(WAIT_S)
+
+    return compile_
+
+
+A, B, C = ('a', 1), ('b', 2), ('c', 3)
+
+
+@pytest.fixture
+def made():
+  programs, work = Programs(), Work()
+  programs.plan(work(A, B, C))
+  yield programs, work
+  work.let(A, B, C)
+  programs.close()
+
+
+def test_programs_come_in_the_order_of_the_plan(made):
+  programs, work = made
+  assert [programs.ready(name) for name in (A, B, C)] == [False] * 3
+  work.let(A, B, C)
+  programs.wait_for_all()
+  assert work.begun == [A, B, C]
+  assert all(programs.ready(name) for name in (A, B, C))
+  assert programs.done == 3
+
+
+def test_what_is_waited_for_comes_next_and_alone(made):
+  programs, work = made
+  waits = threading.Thread(target=programs.wait, args=(C,))
+  waits.start()
+  while next(iter(programs._queue)) != C:
+    assert waits.is_alive()
+  work.let(A, C)
+  waits.join(WAIT_S)
+  assert not waits.is_alive()
+  assert work.begun[:2] == [A, C]
+  assert not programs.ready(B)
+
+
+def test_what_nobody_planned_is_not_waited_for(made):
+  programs, _ = made
+  assert programs.ready(('d', 4))
+  assert programs.wait(('d', 4))
+
+
+def test_explanation_says_what_is_compiled(made):
+  programs, work = made
+  assert 'compiles a 1 for 0.' in programs.explain()
+  assert '2 programs to follow' in programs.explain()
+  work.let(A, B, C)
+  programs.wait_for_all()
+  programs.close()
+  assert programs.explain() == ''
+  assert text_of(('extend', 1, 16)) == 'extend 1 16'
+
+
+def test_error_reaches_all_who_wait_and_the_next_program_comes():
+  programs, gate = Programs(), threading.Event()
+
+  def fails():
+    assert gate.wait(WAIT_S)
+    raise NotImplementedError('no such instruction')
+
+  programs.plan([(A, fails), (B, lambda: None)])
+  errors = []
+
+  def waits():
+    with pytest.raises(NotImplementedError, match='no such inst') as error:
+      programs.wait(A)
+    errors.append(error)
+
+  threads = [threading.Thread(target=waits) for _ in range(2)]
+  for thread in threads:
+    thread.start()
+  gate.set()
+  for thread in threads:
+    thread.join(WAIT_S)
+  assert len(errors) == 2
+  assert programs.wait(B)
+  with pytest.raises(NotImplementedError):
+    programs.wait_for_all()
+  programs.plan([(A, lambda: None)])  # for other arguments
+  assert programs.wait(A)
+  programs.close()
+
+
+def test_wait_that_is_given_up_ends_before_the_program(made):
+  programs, _ = made
+  gone = threading.Event()
+  said = []
+  waits = threading.Thread(
+      target=lambda: said.append(programs.wait(A, gone.is_set))
+  )
+  waits.start()
+  programs.nudge()
+  assert said == []
+  gone.set()
+  programs.nudge()
+  waits.join(WAIT_S)
+  assert said == [False]
+
+
+def test_closing_waits_for_what_has_begun_and_gives_up_the_rest(made):
+  programs, work = made
+  waits = threading.Thread(target=programs.wait, args=(C,))
+  waits.start()
+  closes = threading.Thread(target=programs.close)
+  closes.start()
+  waits.join(WAIT_S)  # and would compile it itself
+  assert closes.is_alive()
+  work.let(A)
+  closes.join(WAIT_S)
+  assert not closes.is_alive()
+  assert work.begun == [A]
+  assert programs.ready(B)
+
+
+def test_process_ends_though_much_is_left_to_compile():
+  code = """
+import threading
+from areal_jax.rollout.programs import Programs
+
+begun = threading.Event()
+
+def compile_():
+  begun.set()
+  threading.Event().wait(0.1)
+
+programs = Programs()
+programs.plan([((i,), compile_) for i in range(3000)])
+assert begun.wait(30)
+"""
+  child = subprocess.run(
+      [sys.executable, '-c', code], capture_output=True, text=True, timeout=60
+  )
+  assert (child.returncode, child.stderr) == (0, '')
