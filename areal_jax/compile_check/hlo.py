@@ -203,7 +203,8 @@ class _Module:
       sums[0] += count
       sums[1] += count * size
       sums[2] += count * ring_bytes(kind, group, size)
-    found = [Collective(*key, *sums) for key, sums in kinds.items()]
+    # A group of one, of an axis that is not cut, sends nothing.
+    found = [Collective(*k, *sums) for k, sums in kinds.items() if k[1] > 1]
     return Cost(
         flops=total.flops,
         bytes=total.bytes,
@@ -279,7 +280,8 @@ class _Module:
   def _trips(self, computation: str, each: Instruction) -> int | None:
     """How often a loop turns; None where that is not known.
 
-    A counter goes up by one, from a constant to below another one.
+    A counter goes up from one constant to below another one, by a third where
+    the loop is unrolled.
     """
     found = _TRIPS.search(each.attributes)
     if found:
@@ -299,7 +301,21 @@ class _Module:
     if start.op == 'tuple':
       begins = outside[start.operands[int(place[1])]]
       first = int(begins.arguments) if begins.op == 'constant' else 0
-    return int(limit.arguments) - first
+    step = self._step(each, int(place[1]))
+    return -(-(int(limit.arguments) - first) // step)
+
+  def _step(self, each: Instruction, place: int) -> int:
+    """What a loop adds to its counter in one turn; 1 where that is unclear."""
+    (body,) = each.called('body')
+    inside = self._computations[body]
+    root = next(i for i in inside.values() if i.is_root)
+    if root.op != 'tuple':
+      return 1
+    after = inside[root.operands[place]]
+    if after.op != 'add':
+      return 1
+    added = (inside[name] for name in after.operands)
+    return next((int(i.arguments) for i in added if i.op == 'constant'), 1)
 
   def _size(self, computation: str, each: Instruction) -> float:
     """Bytes of the larger side of a collective, in whatever memory."""

@@ -69,15 +69,24 @@ def test_a_loop_counts_as_often_as_it_turns():
   assert found.arguments == 4 + 8 * 16 * 4 + 3 * 16 * 16 * 2 + 3 * 8 * 16 * 4
 
 
-def test_a_condition_tells_how_often_a_loop_turns():
-  text = SCANNED.replace('"known_trip_count":{"n":"3"},', '').replace(
+@pytest.mark.parametrize(
+    'last, step, turns',
+    [(3, 1, 3), (8, 2, 4), (7, 2, 4)],
+    ids=['by one', 'unrolled', 'unrolled with a rest'],
+)
+def test_a_condition_tells_how_often_a_loop_turns(last, step, turns):
+  text = SCANNED.replace('"known_trip_count":{"n":"3"},', '')
+  text = text.replace(
+      '%one = s32[] constant(1)', f'%one = s32[] constant({step})'
+  )
+  text = text.replace(
       '  ROOT %yes = pred[] constant(true)\n',
       '  %i.1 = s32[] get-tuple-element(%carry), index=0\n'
-      '  %last = s32[] constant(3)\n'
+      f'  %last = s32[] constant({last})\n'
       '  ROOT %yes = pred[] compare(%i.1, %last), direction=LT\n',
   )
   found = hlo.cost(text)
-  assert (found.flops, found.unknown_loops) == (3 * 2 * 8 * 16 * 16, 0)
+  assert (found.flops, found.unknown_loops) == (turns * 2 * 8 * 16 * 16, 0)
 
 
 def test_a_slice_of_a_stack_costs_the_slice_and_not_the_stack():
