@@ -53,6 +53,10 @@ Batch = Mapping[str, Array]
 # The loss holds a few arrays of this size at once, instead of some of the size
 # of a whole microbatch's logits.
 LOGIT_BYTES = 1 << 27
+# Where parameters are cut, the unembedding is gathered for each part anew, and
+# its gradient summed: with parts of the size above, a row of 32,768 tokens and
+# a vocabulary of 152,000 that was most of what a step sent.
+LOGIT_BYTES_OF_CHIPS = 1 << 29
 
 
 class NonFiniteError(FloatingPointError):
@@ -194,7 +198,8 @@ class TrainStep:
       update of a step.
     max_consecutive_skips: how many non-finite minibatches in a row are skipped
       before `fetch` raises.
-    logit_bytes: of logits that a device may hold at once.
+    logit_bytes: of logits that a device may hold at once; None for
+      `LOGIT_BYTES` on CPUs and `LOGIT_BYTES_OF_CHIPS` elsewhere.
     replayed: (L, k) of the recorded choices of experts that microbatches have;
       None if they have none.
 
@@ -221,7 +226,7 @@ class TrainStep:
       inputs: Mapping[str, tuple[str, ...]] | None = None,
       recompute_proximal: bool = False,
       max_consecutive_skips: int = 3,
-      logit_bytes: int = LOGIT_BYTES,
+      logit_bytes: int | None = None,
       replayed: tuple[int, int] | None = None,
   ):
     self._shards = rules.parts('batch', mesh)
@@ -251,6 +256,9 @@ class TrainStep:
     self._inputs = {'denominator': (), **(inputs or {})}
     self._recompute_proximal = recompute_proximal
     self._max_consecutive_skips = max_consecutive_skips
+    if logit_bytes is None:
+      on_cpu = mesh.devices.flat[0].platform == 'cpu'
+      logit_bytes = LOGIT_BYTES if on_cpu else LOGIT_BYTES_OF_CHIPS
     self._logit_bytes = logit_bytes
     self._replayed = replayed
     self._balance = config.moe.balance if kind == 'policy' else 0.0
