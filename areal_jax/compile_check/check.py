@@ -378,12 +378,7 @@ class _Rollout:
   def tasks(self) -> list[Task]:
     """Programs of a replica, the largest of each kind."""
     engine, shapes = self._engine, self._engine.settings
-    weights = cast(
-        placed(
-            transformer.abstract_params(engine.config), engine.param_shardings
-        ),
-        self._settings.rollout.dtype,
-    )
+    weights = engine.abstract_weights(self._settings.rollout.dtype)
     bucket = shapes.longest_piece
     rows, columns = shapes.piece_rows(bucket), shapes.live_buckets[-1]
     extend = functools.partial(engine.trace_extend, weights, rows, bucket)
@@ -617,15 +612,6 @@ def bytes_of(shapes: Any) -> int:
       int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
       * np.dtype(leaf.dtype).itemsize
       for leaf in jax.tree.leaves(shapes)
-  )
-
-
-def placed(shapes: Any, shardings: Any) -> Any:
-  """Shapes that also say where they lie."""
-  return jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      shapes,
-      shardings,
   )
 
 
