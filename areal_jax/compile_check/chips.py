@@ -1,9 +1,10 @@
 """Accelerators: what one chip holds and how fast it is, and topologies of them.
 
-A topology is a name such as 'v5p:4x4x4' or 'gpu:h100:8'. For TPUs it becomes
-devices that programs can be compiled for by libtpu, on a machine without any.
-For GPUs nothing of the kind exists, so that programs are compiled for as many
-pretended CPU devices and what they say is an estimate.
+A topology is a name such as 'v5p:4x4x4', 'v5e:2x4*4' (four slices of eight) or
+'gpu:h100:8'. For TPUs it becomes devices that programs can be compiled for by
+libtpu, on a machine without any. For GPUs nothing of the kind exists, so that
+programs are compiled for as many pretended CPU devices and what they say is an
+estimate.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ _NO_MACHINE = {
 _TPUS = tuple(name for name, chip in CHIPS.items() if chip.dimensions)
 _GPUS = tuple(name for name, chip in CHIPS.items() if not chip.dimensions)
 _WANTED = (
-    f"a TPU topology such as 'v5p:4x4x4' (of {', '.join(_TPUS)}) or"
-    f" 'gpu:h100:8' (of {', '.join(_GPUS)})"
+    f"a TPU topology such as 'v5p:4x4x4' or 'v5e:2x4*4' (of"
+    f" {', '.join(_TPUS)}) or 'gpu:h100:8' (of {', '.join(_GPUS)})"
 )
 
 
@@ -84,11 +85,13 @@ class Topology:
     name: 'v5e:4x2' or 'gpu:h100:8'.
     chip: of which kind.
     count: how many.
+    slices: that they are in; the network of a data centre joins those.
   """
 
   name: str
   chip: Chip
   count: int
+  slices: int = 1
 
   @property
   def is_estimate(self) -> bool:
@@ -118,7 +121,9 @@ class Topology:
     for name, value in _NO_MACHINE.items():
       os.environ.setdefault(name, value)
     try:
-      found = topologies.get_topology_desc(self.name, platform='tpu').devices
+      found = topologies.get_topology_desc(
+          self.name.partition('*')[0], platform='tpu', num_slices=self.slices
+      ).devices
     except jax.errors.JaxRuntimeError as error:
       said = str(error).partition('\n')[0]
       raise ConfigError(
@@ -152,7 +157,8 @@ def has_libtpu() -> bool:
 def parse_topology(name: str) -> Topology:
   """Reads the name of a topology.
 
-  Example: 'v5e:4x2' is 8 chips in two dimensions, 'gpu:h100:8' 8 GPUs.
+  Examples: 'v5e:2x4' is 8 chips in two dimensions, 'v5e:2x4*4' four slices of
+  those, 'gpu:h100:8' 8 GPUs.
 
   Raises:
     ConfigError: another form, another chip, or a torus of other dimensions.
@@ -163,14 +169,14 @@ def parse_topology(name: str) -> Topology:
     right = gpu in _GPUS and bool(re.fullmatch(r'[1-9]\d*', count))
     require(right, '--topology', name, _WANTED)
     return Topology(name, CHIPS[gpu], int(count))
-  right = kind in _TPUS and bool(re.fullmatch(r'[1-9]\d*(x[1-9]\d*)+', rest))
-  require(right, '--topology', name, _WANTED)
-  chip = CHIPS[kind]
-  sizes = [int(size) for size in rest.split('x')]
+  form = re.fullmatch(r'([1-9]\d*(?:x[1-9]\d*)+)(?:\*([1-9]\d*))?', rest)
+  require(kind in _TPUS and form is not None, '--topology', name, _WANTED)
+  chip, slices = CHIPS[kind], int(form[2] or 1)
+  sizes = [int(size) for size in form[1].split('x')]
   require(
       len(sizes) == chip.dimensions,
       '--topology',
       name,
       f'{chip.dimensions} numbers: {kind} is joined in so many dimensions',
   )
-  return Topology(name, chip, math.prod(sizes))
+  return Topology(name, chip, slices * math.prod(sizes), slices)

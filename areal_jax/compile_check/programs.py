@@ -18,6 +18,7 @@ import jax
 
 from areal_jax.compile_check import hlo
 from areal_jax.compile_check.chips import Chip
+from areal_jax.config import ConfigError
 
 Side = Literal['train', 'rollout']
 
@@ -163,6 +164,7 @@ def compile_program(
   except jax.errors.JaxRuntimeError as error:
     refused = bytes_wanted(str(error))
     if not refused:
+      require_whole_slices(task.side, str(error))
       raise
     return Program(name, side, time.monotonic() - start, None, None, refused)
   seconds = time.monotonic() - start
@@ -186,6 +188,23 @@ def bytes_wanted(message: str) -> int:
     return 0
   number, unit = (part for part in found.groups() if part is not None)
   return math.ceil(float(number) * _UNITS[unit])
+
+
+def require_whole_slices(side: Side, message: str) -> None:
+  """Says what a refusal of a part of a slice means; nothing of others.
+
+  Found by compiling: on v5e, whose chips do not route for one another, a
+  program has to cover a slice, or one chip; v5p and v6e take any part.
+
+  Raises:
+    ConfigError: it is such a refusal.
+  """
+  if 'RET_CHECK' in message and re.search(r'device_(count|id)', message):
+    raise ConfigError(
+        f'config.mesh.{side} takes a part of a slice that the compiler refuses,'
+        ' wanted whole slices or single chips on v5e, such as'
+        " --topology='v5e:2x4*4' has four of, one of them for the train mesh"
+    )
 
 
 def kernel_cost(jaxpr: Any, live: float = 1.0) -> KernelCost:

@@ -12,6 +12,7 @@ from areal_jax.config import ConfigError
         ('v5e:2x2', 'v5e', 4, False),
         ('v6e:4x8', 'v6e', 32, False),
         ('v5p:4x4x8', 'v5p', 128, False),
+        ('v5e:2x4*4', 'v5e', 32, False),
         ('gpu:h100:8', 'h100', 8, True),
     ],
 )
@@ -28,6 +29,7 @@ def test_a_name_is_so_many_chips(name, chip, count, estimate):
         ('v5e', 'v5p:4x4x4'),
         ('v9:2x2', 'of v5e, v5p, v6e'),
         ('v5e:2x0', 'v5p:4x4x4'),
+        ('v5e:2x4*', 'v5p:4x4x4'),
         ('v5p:4x4', '3 numbers: v5p is joined in so many dimensions'),
         ('v5e:2x2x1', '2 numbers'),
         ('gpu:h100', 'gpu:h100:8'),

@@ -16,7 +16,9 @@ from areal_jax.compile_check.programs import (
     bytes_wanted,
     compile_program,
     kernel_cost,
+    require_whole_slices,
 )
+from areal_jax.config import ConfigError
 
 REFUSAL = (
     'RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in'
@@ -48,6 +50,18 @@ def test_another_failure_passes_through():
 
   with pytest.raises(jax.errors.JaxRuntimeError, match='something else'):
     compile_program(Task('x', 'train', fail), jax.devices()[0])
+
+
+def test_a_part_of_a_slice_that_a_tpu_refuses_is_one_clear_line():
+  message = (
+      'INTERNAL: RET_CHECK failure (x.cc:1879) device_count =='
+      ' target.Topology()->LogicalDeviceCount( ::tpu::TpuCoreType::kTensorCore)'
+      ' On platforms with limited ICI routing device assignment should include'
+      ' all slice devices'
+  )
+  with pytest.raises(ConfigError, match='config.mesh.train .* whole slices'):
+    require_whole_slices('train', message)
+  require_whole_slices('train', 'INTERNAL: RET_CHECK failure of another kind')
 
 
 def multiply(a, b):
