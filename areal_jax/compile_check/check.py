@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.compile_check.chips import Topology
+from areal_jax.compile_check.chips import Topology, in_first_slice
 from areal_jax.compile_check.programs import (
     Program,
     Side,
@@ -155,7 +155,8 @@ def check(
   devices = topology.devices()
   slices = cut(devices, settings.mesh)
   train = _Train(prepared, slices, rules)
-  rollout = _Rollout(prepared, slices, rules)
+  replica = in_first_slice(slices.rollout[0], devices)
+  rollout = _Rollout(prepared, slices, replica, rules)
   programs = []
   # Nobody knows what less of it leaves out where it is an estimate anyway.
   effort = 0.0 if topology.is_estimate else effort
@@ -348,15 +349,19 @@ class _Train:
 class _Rollout:
   """One replica: its programs and what it holds."""
 
-  def __init__(self, prepared: PreparedShapes, slices: Slices, rules: Rules):
+  def __init__(
+      self,
+      prepared: PreparedShapes,
+      slices: Slices,
+      replica: jax.sharding.Mesh,
+      rules: Rules,
+  ):
     settings, rules = prepared.settings, rules.for_rollout()
     self._settings = settings
     self._replicas = len(slices.rollout)
     merges = prepared.model if settings.rollout.merge_adapters else None
     served = lora.without(prepared.model) if merges else prepared.model
-    self._engine = Engine(
-        served, settings.rollout.engine, slices.rollout[0], rules
-    )
+    self._engine = Engine(served, settings.rollout.engine, replica, rules)
     self._needs = rollout_memory.estimate(
         self._engine,
         settings.rollout.dtype,

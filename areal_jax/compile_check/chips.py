@@ -19,6 +19,7 @@ from typing import Sequence
 
 import jax
 from jax.experimental import topologies
+import numpy as np
 
 from areal_jax.config import ConfigError, require
 
@@ -147,6 +148,27 @@ class Topology:
         f'at most the {len(found)} pretended devices that jax has started with',
     )
     return found[: self.count]
+
+
+def in_first_slice(
+    mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]
+) -> jax.sharding.Mesh:
+  """The same mesh in the first slice, if it lies on another one.
+
+  To the compiler other slices are empty unless a program spans them all.
+
+  Args:
+    mesh: of some of the devices; slices are alike.
+    devices: of all slices.
+  """
+  slices = {getattr(d, 'slice_index', None) for d in mesh.devices.flat}
+  if len(slices) > 1 or None in slices:
+    return mesh
+  place = lambda d: (*d.coords, d.core_on_chip)
+  first = {place(d): d for d in devices if d.slice_index == 0}
+  moved = np.array([first[place(d)] for d in mesh.devices.flat], object)
+  grid = moved.reshape(mesh.devices.shape)
+  return jax.sharding.Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def has_libtpu() -> bool:

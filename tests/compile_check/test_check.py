@@ -174,15 +174,24 @@ needs_libtpu = pytest.mark.skipif(
 
 
 @needs_libtpu
-def test_a_small_run_is_compiled_for_a_tpu(tmp_path):
-  prepared = prepare_shapes(experiment(tmp_path, **MESH))
-  found = check(prepared, parse_topology('v5e:2x2'), search=0)
+def test_a_small_run_is_compiled_for_two_tpu_slices(tmp_path):
+  prepared = prepare_shapes(
+      experiment(tmp_path, mesh__train__fsdp=4, mesh__rollout__replicas=4)
+  )
+  found = check(prepared, parse_topology('v5e:2x2*2'), search=0)
   assert found.fits
   assert not found.topology.is_estimate
   flops = {p.name: p.cost.flops for p in found.programs}
-  # Forward and backward of each matrix for each token of two rows of 32.
+  # Forward and backward of each matrix for each token of a row of 32.
   matrices = found.parameters - prepared.model.width * 40
-  assert flops['accumulate'] > 0.9 * 6 * matrices * 64
+  assert flops['accumulate'] > 0.9 * 6 * matrices * 32
+
+
+@needs_libtpu
+def test_part_of_a_v5e_slice_is_refused_in_one_line(tmp_path):
+  prepared = prepare_shapes(experiment(tmp_path, **MESH))
+  with pytest.raises(ConfigError, match='config.mesh.train .* whole slices'):
+    check(prepared, parse_topology('v5e:4x8'), search=0)
 
 
 @needs_libtpu
