@@ -467,7 +467,8 @@ def matrix_sides(config: ModelConfig) -> Params:
       return None
     inner = [i for i, a in enumerate(axes) if a not in ('layer', 'expert')]
     # Every product goes from the width or a rank, or to it.
-    first, last = (axes[inner[i]] in ('embed', 'rank') for i in (0, -1))
+    ends = ('embed', 'expert_embed', 'rank')
+    first, last = (axes[inner[i]] in ends for i in (0, -1))
     if len(inner) < 2 or not (first or last):
       return None
     cut = 1 if first else len(inner) - 1

@@ -192,7 +192,8 @@ def test_adapters_on_four_devices_equal_one_device(params, wanted, shape):
   np.testing.assert_allclose(got, wanted, atol=1e-5)
   query = shardings['blocks']['adapters']['query']
   if shape == (2, 2):
-    assert query['a'].spec[1] == 'fsdp' and query['b'].spec[2] == 'tensor'
+    assert query['a'].spec[1] == ('fsdp', 'expert')
+    assert query['b'].spec[2] == 'tensor'
 
 
 def test_adapters_alone_learn_and_the_filter_says_so(params):

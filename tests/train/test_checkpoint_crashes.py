@@ -73,7 +73,7 @@ def test_what_is_half_written_is_refused_by_name(states):
 
 def test_run_goes_on_from_every_kind_of_remains(states, tmp_path):
   """Whatever is left over, the next save works and what it keeps is exact."""
-  chosen = random.Random(0).sample(states, 6) + [states[-2]]
+  chosen = random.Random(0).sample(states[:-2], 6) + [states[-2]]
   for name, folder in chosen:
     copy = shutil.copytree(folder, tmp_path / folder.name)
     start = lib.latest(copy)[0].step
