@@ -77,13 +77,17 @@ _CACHE = 2**25  # bytes; less than that may never reach memory
 
 def shape(width: int, layers: int, vocabulary: int) -> ModelConfig:
   """A policy of heads of 32 and the proportions of Llama."""
+  heads = width // 32
   return resolve(
       ModelConfig(
           vocab_size=vocabulary,
           width=width,
           layers=layers,
-          heads=width // 32,
-          kv_heads=width // 64 // 2 * 2,
+          heads=heads,
+          # Two devices share them.
+          kv_heads=max(
+              n for n in range(2, heads // 2 + 1, 2) if heads % n == 0
+          ),
           head_size=32,
           mlp_width=8 * width // 3 // 16 * 16,
       )
