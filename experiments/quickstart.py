@@ -80,7 +80,7 @@ def get_config() -> Experiment:
           packing=PackingSettings(row_tokens=96, rows=28),
           loss=PolicyLoss(clip=0.2),
           optimizer=OptimizerSettings(
-              learning_rate=1e-4,
+              learning_rate=7e-5,
               schedule='linear',
               total_steps=150,
               weight_decay=0.0,
