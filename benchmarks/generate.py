@@ -44,8 +44,8 @@ weights, programs and all, without and with a persistent compilation cache.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -54,7 +54,7 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 from absl import app, flags
 import jax
@@ -62,7 +62,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.losses import logprobs
-from areal_jax.mesh.host import keep_freed_memory
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
@@ -139,22 +138,6 @@ def plan(short: bool) -> Plan:
       group=Work('8 samples of 256', 64, 64, prompt=256, limit=64),
       swap_each=64,
   )
-
-
-@contextlib.contextmanager
-def started(config: ModelConfig) -> Iterator[dict[str, Peer]]:
-  """The systems whose interpreters were given, by name."""
-  given = {
-      'Tunix': (flags.FLAGS.tunix, 'tunix_sampler.py'),
-      'transformers': (flags.FLAGS.trl, 'transformers_sampler.py'),
-  }
-  with contextlib.ExitStack() as stack:
-    peers = {}
-    for name, (python, script) in given.items():
-      if python:
-        peers[name] = Peer(python, script, config)
-        stack.callback(peers[name].close)
-    yield peers
 
 
 # Parts of the table.
@@ -622,30 +605,20 @@ PARTS = {
 def main(argv: Sequence[str]) -> None:
   """Prints the table and the JSON line."""
   del argv
-  unknown = sorted(set(flags.FLAGS.only) - PARTS.keys())
-  if unknown:
-    raise app.UsageError(f'--only is {unknown}, wanted some of {[*PARTS]}')
-  keep_freed_memory()
   chosen = plan(flags.FLAGS.short)
-  with started(chosen.model) as peers:
-    rows = measure(
-        chosen,
-        peers,
-        1 if flags.FLAGS.short else flags.FLAGS.rounds,
-        flags.FLAGS.only or [*PARTS],
-    )
-  report.show('generate', rows)
-
-
-def define_flags() -> None:
-  """Those of the command line; an importer has none of them."""
-  flags.DEFINE_bool('short', False, 'A small policy on little work.')
-  flags.DEFINE_string('tunix', '', 'Interpreter that has google-tunix.')
-  flags.DEFINE_string('trl', '', 'Interpreter that has transformers.')
-  flags.DEFINE_integer('rounds', 5, 'Turns of each system.')
-  flags.DEFINE_list('only', [], 'Parts to run; all by default.')
+  scripts = {
+      'Tunix': 'tunix_sampler.py',
+      'transformers': 'transformers_sampler.py',
+  }
+  serving.show_parts(
+      'generate',
+      PARTS,
+      chosen.model,
+      scripts,
+      functools.partial(measure, chosen),
+  )
 
 
 if __name__ == '__main__':
-  define_flags()
+  serving.define_flags()
   app.run(main)

@@ -9,6 +9,7 @@ stop ids line by line as JSON. What is compared with what is left to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -18,12 +19,14 @@ import subprocess
 import tempfile
 import threading
 import time
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
+from absl import app, flags
 import jax
 import numpy as np
 
 from areal_jax.mesh import slices
+from areal_jax.mesh.host import keep_freed_memory
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
@@ -33,7 +36,7 @@ from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.types import Completion, Request, SamplingParams
-from benchmarks import runs
+from benchmarks import report, runs
 
 WAIT_S = 900.0
 
@@ -365,3 +368,62 @@ class Peer:
     """Ends it and waits for its end."""
     self._child.communicate()  # which closes what it reads
     self._log.close()
+
+
+@contextlib.contextmanager
+def started(
+    config: ModelConfig, scripts: Mapping[str, str]
+) -> Iterator[dict[str, Peer]]:
+  """The systems whose interpreters were given, by name.
+
+  Args:
+    config: of the policy.
+    scripts: file of `peers` by name; Tunix has its own interpreter, the others
+      that of TRL.
+  """
+  with contextlib.ExitStack() as stack:
+    peers = {}
+    for name, script in scripts.items():
+      python = flags.FLAGS.tunix if name == 'Tunix' else flags.FLAGS.trl
+      if python:
+        peers[name] = Peer(python, script, config)
+        stack.callback(peers[name].close)
+    yield peers
+
+
+def show_parts(
+    name: str,
+    parts: Mapping[str, Any],
+    config: ModelConfig,
+    scripts: Mapping[str, str],
+    measure: Callable[..., list[report.Row]],
+) -> None:
+  """Runs the parts that the flags ask for; prints the table and the JSON line.
+
+  Args:
+    name: of the benchmark.
+    parts: all of them, by name.
+    config: of the policy.
+    scripts: see `started`.
+    measure: rows of (peers, rounds, names of parts).
+
+  Raises:
+    UsageError: there is no such part.
+  """
+  unknown = sorted(set(flags.FLAGS.only) - parts.keys())
+  if unknown:
+    raise app.UsageError(f'--only is {unknown}, wanted some of {[*parts]}')
+  keep_freed_memory()
+  with started(config, scripts) as peers:
+    rounds = 1 if flags.FLAGS.short else flags.FLAGS.rounds
+    rows = measure(peers, rounds, flags.FLAGS.only or [*parts])
+  report.show(name, rows)
+
+
+def define_flags() -> None:
+  """Those of a benchmark in parts; an importer has none of them."""
+  flags.DEFINE_bool('short', False, 'A small policy on little work.')
+  flags.DEFINE_string('tunix', '', 'Interpreter that has google-tunix.')
+  flags.DEFINE_string('trl', '', 'Interpreter that has torch, transformers.')
+  flags.DEFINE_integer('rounds', 5, 'Turns of each system.')
+  flags.DEFINE_list('only', [], 'Parts to run; all by default.')

@@ -33,18 +33,17 @@ the unembedding count, and of attention the half that a causal mask leaves.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import statistics
 import time
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 from absl import app, flags
 import jax
 import numpy as np
 
 from areal_jax.losses.policy import PolicyLoss
-from areal_jax.mesh.host import keep_freed_memory
 from areal_jax.mesh.rules import Rules
 from areal_jax.models.config import ModelConfig
 from areal_jax.train import packing
@@ -333,22 +332,6 @@ def _no_advantages(batch: Batch) -> list[np.ndarray]:
 # Beside other systems.
 
 
-@contextlib.contextmanager
-def started(config: ModelConfig) -> Iterator[dict[str, Peer]]:
-  """The systems whose interpreters were given, by name."""
-  given = {
-      'Tunix': (flags.FLAGS.tunix, 'tunix_trainer.py'),
-      'torch': (flags.FLAGS.trl, 'torch_trainer.py'),
-  }
-  with contextlib.ExitStack() as stack:
-    peers = {}
-    for name, (python, script) in given.items():
-      if python:
-        peers[name] = Peer(python, script, config)
-        stack.callback(peers[name].close)
-    yield peers
-
-
 def compare(
     config: ModelConfig,
     work: Work,
@@ -497,30 +480,13 @@ def measure(
 def main(argv: Sequence[str]) -> None:
   """Prints the table and the JSON line."""
   del argv
-  unknown = sorted(set(flags.FLAGS.only) - PARTS.keys())
-  if unknown:
-    raise app.UsageError(f'--only is {unknown}, wanted some of {[*PARTS]}')
-  keep_freed_memory()
   chosen = plan(flags.FLAGS.short)
-  with started(chosen.model) as peers:
-    rows = measure(
-        chosen,
-        peers,
-        1 if flags.FLAGS.short else flags.FLAGS.rounds,
-        flags.FLAGS.only or [*PARTS],
-    )
-  report.show('train', rows)
-
-
-def define_flags() -> None:
-  """Those of the command line; an importer has none of them."""
-  flags.DEFINE_bool('short', False, 'A small policy on little work.')
-  flags.DEFINE_string('tunix', '', 'Interpreter that has google-tunix.')
-  flags.DEFINE_string('trl', '', 'Interpreter that has torch, transformers.')
-  flags.DEFINE_integer('rounds', 5, 'Turns of each system.')
-  flags.DEFINE_list('only', [], 'Parts to run; all by default.')
+  scripts = {'Tunix': 'tunix_trainer.py', 'torch': 'torch_trainer.py'}
+  serving.show_parts(
+      'train', PARTS, chosen.model, scripts, functools.partial(measure, chosen)
+  )
 
 
 if __name__ == '__main__':
-  define_flags()
+  serving.define_flags()
   app.run(main)

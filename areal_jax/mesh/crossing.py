@@ -2,8 +2,8 @@
 
 Between meshes that cut an array differently `jax.device_put` collects it on the
 host, waiting until it is there, and cuts it anew (jax 0.10.2). That is the
-fastest way where devices are pretended and lie in the memory of the host: on
-two busy cores 44 ms instead of 366 for 109 MB from fsdp 4 to tensor 2.
+fastest way where devices are pretended and lie in the memory of the host
+(`benchmarks/publish.py`).
 Elsewhere an array crosses in pieces that neither layout cuts any further:
 
   1. one program here cuts the part of each device into pieces;

@@ -367,8 +367,8 @@ def init_params(
     made = nnx.to_pure_dict(nnx.state(Transformer(config, rngs)))
     return _in_base_dtype(config, made)
 
-  # It runs once. At full effort XLA for CPU takes 4.9 s of processor time to
-  # compile it for 4.2 M parameters; so it takes 1.2, for equal bits and speed.
+  # It runs once, and at full effort XLA for CPU compiles it for longer than all
+  # else that a start needs. The bits are equal.
   on_cpu = _Layout(mesh, rules).platform == 'cpu'
   options = {'xla_backend_optimization_level': '1'} if on_cpu else None
   made = jax.jit(create, out_shardings=shardings, compiler_options=options)
@@ -493,10 +493,9 @@ def layers_apart(
   """The same parameters in the form that a loop of `decode` reads fastest.
 
   XLA for CPU cuts a layer out of a stack by a copy, and does so again in each
-  turn of a loop: of 8.6 ms a decode step of 4.2 M parameters, about 1; once a
-  dispatch it is 3.5 ms of one. So an engine takes new weights apart once:
-  'blocks' becomes a tuple of one dict a layer. Elsewhere, and a second time,
-  they are returned as they are.
+  turn of a loop and in each dispatch. So an engine takes new weights apart once
+  a version: 'blocks' becomes a tuple of one dict a layer. Elsewhere, and a
+  second time, they are returned as they are.
   """
   blocks = params['blocks']
   if isinstance(blocks, tuple) or not reads_apart(config, mesh, rules):

@@ -17,27 +17,7 @@ ANSWERS = os.fdopen(os.dup(1), 'w')
 os.dup2(2, 1)
 
 import torch  # noqa: E402
-import transformers  # noqa: E402
-
-
-def build(shape):
-  """Qwen2 of a shape, random weights."""
-  torch.manual_seed(0)
-  return transformers.Qwen2ForCausalLM(
-      transformers.Qwen2Config(
-          vocab_size=shape['vocab_size'],
-          hidden_size=shape['width'],
-          num_hidden_layers=shape['layers'],
-          num_attention_heads=shape['heads'],
-          num_key_value_heads=shape['kv_heads'],
-          intermediate_size=shape['mlp_width'],
-          max_position_embeddings=shape['max_length'],
-          tie_word_embeddings=False,
-          bos_token_id=None,
-          eos_token_id=None,
-          pad_token_id=0,
-      )
-  ).train()
+from torch_parts import build  # noqa: E402
 
 
 def padded(sequences, longest):
@@ -75,7 +55,7 @@ def update(model, optimizer, work):
 
 def main():
   """One line of JSON in, one out, until there are no more."""
-  model = build(json.loads(sys.argv[1]))
+  model = build(json.loads(sys.argv[1]), even=False).train()
   optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
   for line in sys.stdin:
     work = json.loads(line)

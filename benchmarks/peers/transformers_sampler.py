@@ -16,30 +16,7 @@ ANSWERS = os.fdopen(os.dup(1), 'w')
 os.dup2(2, 1)
 
 import torch  # noqa: E402
-import transformers  # noqa: E402
-
-
-def build(shape):
-  """Qwen2 of a shape."""
-  torch.manual_seed(0)
-  model = transformers.Qwen2ForCausalLM(
-      transformers.Qwen2Config(
-          vocab_size=shape['vocab_size'],
-          hidden_size=shape['width'],
-          num_hidden_layers=shape['layers'],
-          num_attention_heads=shape['heads'],
-          num_key_value_heads=shape['kv_heads'],
-          intermediate_size=shape['mlp_width'],
-          max_position_embeddings=shape['max_length'],
-          tie_word_embeddings=False,
-          bos_token_id=None,
-          eos_token_id=None,
-          pad_token_id=0,
-      )
-  ).eval()
-  with torch.no_grad():
-    model.lm_head.weight.zero_()
-  return model
+from torch_parts import build  # noqa: E402
 
 
 def generate(model, work):
@@ -70,7 +47,7 @@ def generate(model, work):
 def main():
   """One line of JSON in, one out, until there are no more."""
   shape = json.loads(sys.argv[1])
-  model = build(shape)
+  model = build(shape, even=True).eval()
   for line in sys.stdin:
     work = json.loads(line)
     start = time.perf_counter()

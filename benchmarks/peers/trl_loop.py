@@ -20,34 +20,17 @@ os.dup2(2, 1)
 
 import datasets  # noqa: E402
 import tokenizers  # noqa: E402
-import torch  # noqa: E402
+from torch_parts import build  # noqa: E402
 import transformers  # noqa: E402
 import trl  # noqa: E402
 
 _FIRST = 0x4E00  # token i is written as the character of this number + i
 
 
-def build(shape, stop_ids):
-  """Qwen2 of a shape whose answers end with these ids."""
-  torch.manual_seed(0)
-  model = transformers.Qwen2ForCausalLM(
-      transformers.Qwen2Config(
-          vocab_size=shape['vocab_size'],
-          hidden_size=shape['width'],
-          num_hidden_layers=shape['layers'],
-          num_attention_heads=shape['heads'],
-          num_key_value_heads=shape['kv_heads'],
-          intermediate_size=shape['mlp_width'],
-          max_position_embeddings=shape['max_length'],
-          tie_word_embeddings=False,
-          bos_token_id=None,
-          eos_token_id=None,
-          pad_token_id=0,
-      )
-  )
+def build_stopping(shape, stop_ids):
+  """A policy whose answers end with these ids."""
+  model = build(shape, even=True)
   model.generation_config.eos_token_id = stop_ids or None
-  with torch.no_grad():
-    model.lm_head.weight.zero_()
   return model
 
 
@@ -134,7 +117,7 @@ def main():
   moments, tokens = Moments(), []
   with tempfile.TemporaryDirectory() as folder:
     trainer = trl.GRPOTrainer(
-        model=build(shape, work['stop_ids']),
+        model=build_stopping(shape, work['stop_ids']),
         reward_funcs=reward,
         args=settings(work, folder),
         train_dataset=datasets.Dataset.from_dict({'prompt': prompts}),

@@ -20,57 +20,16 @@ from flax import nnx  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from tunix.models.qwen2 import model as qwen2  # noqa: E402
 from tunix.rl import rl_cluster  # noqa: E402
 from tunix.rl.grpo import grpo_learner  # noqa: E402
 from tunix.rl.rollout import base_rollout  # noqa: E402
-
-_FIRST = 0x4E00  # token i is written as the character of this number + i
-
-
-class Characters:
-  """Token ids as characters; without a first token, which would be added."""
-
-  def encode(self, text, **_):
-    return [ord(character) - _FIRST for character in text]
-
-  def decode(self, ids, **_):
-    return ''.join(chr(_FIRST + int(i)) for i in ids)
-
-  def bos_id(self):
-    return 0
-
-  def eos_id(self):
-    return 0
-
-  def pad_id(self):
-    return 0
+from tunix_parts import Characters, build  # noqa: E402
 
 
 def reward(prompts, completions, **_):
   """A coin for each answer, of its text."""
   del prompts
   return [float(zlib.crc32(text.encode()) % 2) for text in completions]
-
-
-def build(shape):
-  """Qwen2 of a shape."""
-  model = qwen2.Qwen2(
-      qwen2.ModelConfig(
-          num_layers=shape['layers'],
-          vocab_size=shape['vocab_size'],
-          embed_dim=shape['width'],
-          hidden_dim=shape['mlp_width'],
-          num_heads=shape['heads'],
-          head_dim=shape['head_size'],
-          num_kv_heads=shape['kv_heads'],
-          rope_theta=10_000,
-          norm_eps=1e-6,
-      ),
-      rngs=nnx.Rngs(0),
-  )
-  model.lm_head.w[...] = 0 * model.lm_head.w[...]
-  return model
 
 
 def cluster_of(shape, work):
@@ -81,7 +40,7 @@ def cluster_of(shape, work):
            rl_cluster.Role.ROLLOUT)  # fmt: skip
   steps, groups, prompt = np.shape(work['prompts'])
   return rl_cluster.RLCluster(
-      actor=build(shape),
+      actor=build(shape, even=True),
       reference=None,
       tokenizer=Characters(),
       cluster_config=rl_cluster.ClusterConfig(

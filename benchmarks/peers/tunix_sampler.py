@@ -14,50 +14,8 @@ import time
 ANSWERS = os.fdopen(os.dup(1), 'w')
 os.dup2(2, 1)
 
-from flax import nnx  # noqa: E402
 from tunix.generate import sampler  # noqa: E402
-from tunix.models.qwen2 import model as qwen2  # noqa: E402
-
-_FIRST = 0x4E00  # token i is written as the character of this number + i
-
-
-class Characters:
-  """Token ids as characters; without a first token, which would be added."""
-
-  def encode(self, text, **_):
-    return [ord(character) - _FIRST for character in text]
-
-  def decode(self, ids, **_):
-    return ''.join(chr(_FIRST + int(i)) for i in ids)
-
-  def bos_id(self):
-    return 0
-
-  def eos_id(self):
-    return 0
-
-  def pad_id(self):
-    return 0
-
-
-def build(shape):
-  """Qwen2 of a shape."""
-  model = qwen2.Qwen2(
-      qwen2.ModelConfig(
-          num_layers=shape['layers'],
-          vocab_size=shape['vocab_size'],
-          embed_dim=shape['width'],
-          hidden_dim=shape['mlp_width'],
-          num_heads=shape['heads'],
-          head_dim=shape['head_size'],
-          num_kv_heads=shape['kv_heads'],
-          rope_theta=10_000,
-          norm_eps=1e-6,
-      ),
-      rngs=nnx.Rngs(0),
-  )
-  model.lm_head.w[...] = 0 * model.lm_head.w[...]
-  return model
+from tunix_parts import Characters, build  # noqa: E402
 
 
 def build_sampler(shape, model, length):
@@ -97,7 +55,7 @@ def generate(sample, shape, work, seed):
 def main():
   """One line of JSON in, one out, until there are no more."""
   shape = json.loads(sys.argv[1])
-  model, samplers = build(shape), {}
+  model, samplers = build(shape, even=True), {}
   for call, line in enumerate(sys.stdin):
     work = json.loads(line)
     length = len(work['batches'][0][0]) + work['limit']

@@ -19,47 +19,10 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from tunix.models.qwen2 import model as qwen2  # noqa: E402
 from tunix.rl import common, rl_cluster  # noqa: E402
 from tunix.rl.grpo import grpo_learner  # noqa: E402
 from tunix.rl.rollout import base_rollout  # noqa: E402
-
-
-class Ids:
-  """The little that the cluster asks of a tokenizer; nothing is generated."""
-
-  def encode(self, text, **_):
-    return [ord(character) for character in text]
-
-  def decode(self, ids, **_):
-    return ''.join(chr(int(i)) for i in ids)
-
-  def bos_id(self):
-    return 0
-
-  def eos_id(self):
-    return 0
-
-  def pad_id(self):
-    return 0
-
-
-def build(shape):
-  """Qwen2 of a shape, random weights."""
-  return qwen2.Qwen2(
-      qwen2.ModelConfig(
-          num_layers=shape['layers'],
-          vocab_size=shape['vocab_size'],
-          embed_dim=shape['width'],
-          hidden_dim=shape['mlp_width'],
-          num_heads=shape['heads'],
-          head_dim=shape['head_size'],
-          num_kv_heads=shape['kv_heads'],
-          rope_theta=10_000,
-          norm_eps=1e-6,
-      ),
-      rngs=nnx.Rngs(0),
-  )
+from tunix_parts import Characters, build  # noqa: E402
 
 
 def cluster_of(shape, work):
@@ -71,9 +34,9 @@ def cluster_of(shape, work):
            rl_cluster.Role.ROLLOUT)  # fmt: skip
   groups = batch // work['group']
   cluster = rl_cluster.RLCluster(
-      actor=build(shape),
+      actor=build(shape, even=False),
       reference=None,
-      tokenizer=Ids(),
+      tokenizer=Characters(),
       cluster_config=rl_cluster.ClusterConfig(
           role_to_mesh=dict.fromkeys(roles, mesh),
           rollout_engine='vanilla',
