@@ -399,6 +399,14 @@ class Experiment:
               f'a multiple of mesh.train.{" · ".join(used)}',
           )
 
+  @property
+  def takes_turns(self) -> bool:
+    """Whether nothing is generated while training has the same devices.
+
+    Above η = 0 answers are under way then.
+    """
+    return self.mesh.colocated and self.rollout.eta == 0
+
   def _validate_adapters(self, at: str) -> None:
     names = self.policy.model.lora.projections
     if names:

@@ -163,6 +163,7 @@ def run(experiment: Experiment) -> Result:
         dtype=settings.rollout.dtype,
         pins=settings.evaluation.every > 0,
         merge=settings.rollout.merge_adapters,
+        turns=settings.takes_turns,
     )
     memory.check(
         prepared.model,

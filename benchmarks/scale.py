@@ -7,8 +7,8 @@ problems with 16 answers a step) with its models and two others, on slices of
 TPU v5e, v5p and v6e, each compiled by `areal_jax.compile_check` in a process of
 its own. Prints the table of docs/scale.md in Markdown, then the usual table and
 the JSON line, whose figures are tokens a second at the roofline, 0 where it
-does not fit. It needs libtpu and no TPU. `--only=v5e` takes the rows with that
-in their name, `--short` two small ones.
+does not fit or could not be compiled. It needs libtpu and no TPU. `--only=v5e`
+takes the rows with that in their name, `--short` two small ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Case:
     topology: of the slice.
     train: sizes of the train mesh's axes by name.
     replicas: engines.
-    tensor: chips of each engine.
+    tensor: chips of each engine that share its heads and columns.
+    expert: times so many that share its experts.
     pages: of 64 tokens, of an engine's cache.
     slots: of an engine.
   """
@@ -47,6 +48,7 @@ class Case:
   train: dict[str, int]
   replicas: int
   tensor: int = 1
+  expert: int = 1
   pages: int = 4096
   slots: int = 64
 
@@ -64,6 +66,7 @@ class Case:
         **{f'mesh.train.{axis}': n for axis, n in self.train.items()},
         'mesh.rollout.replicas': self.replicas,
         'mesh.rollout.tensor': self.tensor,
+        'mesh.rollout.expert': self.expert,
         'rollout.engine.pages': self.pages,
         'rollout.engine.slots': self.slots,
         'train.packing.rows': rows,
@@ -92,11 +95,14 @@ CASES = (
     Case('Qwen2.5-32B', 'v6e:16x16', {'fsdp': 32, 'tensor': 4}, 16, 8),
     Case('Llama-3.1-8B', 'v5e:2x4*8', {'data': 4, 'fsdp': 8}, 4, 8),
     Case('Llama-3.1-8B', 'v5p:4x4x8', {'fsdp': 64}, 64, pages=2048),
-    Case('Llama-3.1-8B', 'v6e:8x16', {'fsdp': 32, 'tensor': 2}, 32, 2),
-    Case('Qwen3-30B-A3B', 'v5e:2x4*8', {'data': 4, 'fsdp': 8}, 4, 8),
+    Case(
+        'Llama-3.1-8B', 'v6e:8x16', {'fsdp': 32, 'tensor': 2}, 32, 2,
+        pages=2048,
+    ),
+    Case('Qwen3-30B-A3B', 'v5e:2x4*8', {'data': 4, 'fsdp': 8}, 4, 4, 2),
     Case('Qwen3-30B-A3B', 'v5p:4x4x8', {'fsdp': 64}, 32, 2, pages=2048),
-    Case('Qwen3-30B-A3B', 'v6e:16x16', {'fsdp': 128}, 32, 4, pages=2048),
-)
+    Case('Qwen3-30B-A3B', 'v6e:16x16', {'fsdp': 128}, 16, 4, 2, pages=2048),
+)  # fmt: skip
 SHORT = (
     Case('Qwen2.5-0.5B', 'v5e:2x4', {'fsdp': 4}, 4, pages=1024),
     Case('Qwen2.5-7B', 'v5e:2x2', {'fsdp': 2}, 2, pages=1024),  # never fits
@@ -110,7 +116,7 @@ _HEAD = (
 
 
 def measure(case: Case) -> dict[str, Any]:
-  """The report of one case.
+  """The report of one case, with 'why' where a program of it is missing.
 
   Raises:
     RuntimeError: it could not be checked; says why.
@@ -118,11 +124,16 @@ def measure(case: Case) -> dict[str, Any]:
   child = subprocess.run(
       case.command(), cwd=ROOT, capture_output=True, text=True
   )
-  if child.returncode == 2:  # no program of such meshes exists
-    return {'fits': False, 'why': child.stderr.strip().splitlines()[-1]}
+  said = child.stderr.strip().splitlines()
+  if child.returncode < 0:  # libtpu may end its process
+    why = f'signal {-child.returncode} after {said[0] if said else "nothing"}'
+    return {'fits': None, 'why': why}
+  found = json.loads(child.stdout) if child.stdout else {'fits': None}
+  if child.returncode == 2:
+    return found | {'why': said[-1]}
   if not child.stdout:
     raise RuntimeError(f'{case.name}: {child.stderr.strip()[-500:]}')
-  return json.loads(child.stdout)
+  return found
 
 
 def line(case: Case, found: dict[str, Any]) -> str:
@@ -133,8 +144,8 @@ def line(case: Case, found: dict[str, Any]) -> str:
       case.model,
       case.topology,
       mesh,
-      f'{case.replicas} × {case.tensor}',
-      'yes' if found['fits'] else 'no',
+      f'{case.replicas} × {case.tensor * case.expert}',
+      {True: 'yes', False: 'no', None: 'not known'}[found['fits']],
       *(f'{found[side]["peak"] / _GIB:.1f}' if side in found else '–'
         for side in ('train', 'rollout')),
       *(f'{step[name]:.0f}' if step else '–'

@@ -51,7 +51,7 @@ _QUESTION = (
 _PROMPT, _ANSWER = 1024, 27_648
 # Chips that train, chips that generate, and pages of 64 tokens on each of the
 # latter: as many as fit beside two versions of the weights, twice over, since
-# an evaluation has a cache of its own.
+# an evaluation beside training (evaluation.every) has a cache of its own.
 _MACHINES = {'1.5B': (16, 48, 12_288), '7B': (32, 96, 4096)}
 
 

@@ -348,6 +348,7 @@ def require_memory(
     trains: bool = True,
     pins: bool = False,
     merge: bool = False,
+    turns: bool = False,
 ) -> None:
   """Refuses engines that the memory of their devices cannot hold.
 
@@ -360,6 +361,7 @@ def require_memory(
     trains: whether they generate for training, and not for evaluation alone.
     pins: whether evaluation goes on beside training.
     merge: whether adapters are merged where they arrive.
+    turns: whether they and training take turns on the same devices.
 
   Raises:
     ConfigError: with the numbers.
@@ -377,5 +379,6 @@ def require_memory(
             trains=trains,
             pins=pins,
             merges=config if merge else None,
+            turns=turns,
         ),
     )

@@ -19,7 +19,9 @@ the compiler tries (0 as in a run, and slower), and `--json` prints one JSON
 line on standard output.
 
 Exit codes: 0 it fits, 1 it does not, 2 a mistake in the settings or in the
-topology (one line on standard error), 130 interrupted.
+topology, or a program that the compiler fails at for another reason than memory
+(one line on standard error; the report says what is known of the others), 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -92,12 +94,14 @@ def show(asked: Asked, refused: list[str]) -> None:
   """Prints the report; adds the name of an experiment that does not fit.
 
   Raises:
-    ConfigError: a mistake in the settings or in the topology.
+    ConfigError: a mistake in the settings or in the topology, or a program that
+      the compiler failed at, which the report has told.
   """
   # pylint: disable=g-import-not-at-top
   from areal_jax.compile_check import report
   from areal_jax.compile_check.check import check
   from areal_jax.compile_check.chips import parse_topology
+  from areal_jax.config import ConfigError
   from areal_jax.experiment import prepare_shapes
 
   topology = parse_topology(asked.topology)
@@ -112,6 +116,12 @@ def show(asked: Asked, refused: list[str]) -> None:
       ),
   )
   print(report.to_json(found) if asked.json else report.to_text(found))
+  if found.failures:
+    sys.stdout.flush()
+    raise ConfigError(
+        f'{topology.name}: {len(found.failures)} of {len(found.programs)}'
+        f' programs could not be compiled: {"; ".join(found.failures)}'
+    )
   if not found.fits:
     refused.append(found.name)
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.compile_check.chips import Topology, in_first_slice
+from areal_jax.compile_check.chips import Topology, in_own_slices
 from areal_jax.compile_check.programs import (
     Program,
     Side,
@@ -50,14 +50,15 @@ class Holding:
     kinds: bytes by kind, as much as there is of each at any time.
     peak: most bytes at one time.
     at: when that is.
-    fits: whether a chip has as many.
+    fits: whether a chip has as many; None where nobody knows, since the
+      compiler failed at a program and the others fit.
   """
 
   chips: int
   kinds: Mapping[str, int]
   peak: int
   at: str
-  fits: bool
+  fits: bool | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +101,12 @@ class Report:
     parameters: of the policy.
     topology: what it was compiled for.
     used: chips of it that the meshes cover.
-    fits: whether both sides do.
+    fits: whether both sides do; None where nobody knows.
     train: what a chip of the train mesh holds.
     rollout: what a chip of a replica holds.
     programs: as compiled.
     reshard: what a publish sends.
-    step: at its roofline; None where a program was refused.
+    step: at its roofline; None where a program was not compiled.
     rows: of a microbatch, as the settings say.
     largest_rows: most rows that fit; 0 for none, None where nobody asked.
     advice: what would make it fit, or fit better.
@@ -116,7 +117,7 @@ class Report:
   parameters: int
   topology: Topology
   used: int
-  fits: bool
+  fits: bool | None
   train: Holding
   rollout: Holding
   programs: tuple[Program, ...]
@@ -125,6 +126,11 @@ class Report:
   rows: int
   largest_rows: int | None
   advice: tuple[str, ...]
+
+  @property
+  def failures(self) -> tuple[str, ...]:
+    """Programs that the compiler failed at, each with its mesh and why."""
+    return tuple(f'{p.name} on {p.failed}' for p in self.programs if p.failed)
 
 
 def check(
@@ -154,9 +160,8 @@ def check(
   settings, rules = prepared.settings, Rules()
   devices = topology.devices()
   slices = cut(devices, settings.mesh)
-  train = _Train(prepared, slices, rules)
-  replica = in_first_slice(slices.rollout[0], devices)
-  rollout = _Rollout(prepared, slices, replica, rules)
+  train = TrainSide(prepared, slices, topology, rules)
+  rollout = RolloutSide(prepared, slices, topology, rules)
   programs = []
   # Nobody knows what less of it leaves out where it is an estimate anyway.
   effort = 0.0 if topology.is_estimate else effort
@@ -169,20 +174,22 @@ def check(
   for task in (*train.tasks(), *rollout.tasks()):
     programs.append(compiled(task))
   hbm = topology.chip.hbm
+  nothing = Beside(0, 0)
   colocated = settings.mesh.colocated
   holdings = {
       'train': train.holding(
-          programs, hbm, beside=rollout.total if colocated else 0
+          programs, hbm, rollout.beside if colocated else nothing
       ),
       'rollout': rollout.holding(
-          programs, hbm, beside=train.resting if colocated else 0
+          programs, hbm, train.beside if colocated else nothing
       ),
   }
-  fits = all(holding.fits for holding in holdings.values())
+  verdicts = [holding.fits for holding in holdings.values()]
+  fits = None if None in verdicts and False not in verdicts else all(verdicts)
   largest = None
-  if search:
+  if search and holdings['train'].fits is not None:
     largest = train.largest_rows(
-        hbm - (rollout.total if colocated else 0),
+        hbm - (rollout.beside.working if colocated else 0),
         holdings['train'].fits,
         search,
         compiled,
@@ -207,12 +214,32 @@ def check(
   return dataclasses.replace(found, advice=tuple(advise(prepared, found)))
 
 
-class _Train:
+@dataclasses.dataclass(frozen=True)
+class Beside:
+  """Bytes that one side has on chips on which the other side works.
+
+  Attributes:
+    working: while the other side's programs run.
+    publishing: while weights go from one to the other.
+  """
+
+  working: int
+  publishing: int
+
+
+class TrainSide:
   """The train mesh: its programs and what it holds."""
 
-  def __init__(self, prepared: PreparedShapes, slices: Slices, rules: Rules):
+  def __init__(
+      self,
+      prepared: PreparedShapes,
+      slices: Slices,
+      topology: Topology,
+      rules: Rules,
+  ):
     self._prepared = prepared
-    self._mesh = slices.train
+    self._whole = slices.train
+    self._mesh = in_own_slices(slices.train, topology)
     self._rules = rules
     self._settings = prepared.settings.train
     self._largest = self._settings.packing.shapes[0]
@@ -236,13 +263,14 @@ class _Train:
       if step is None:
         continue
       names = step.programs(*more)
+      mesh = mesh_text(self._mesh)
       left_out = set(_EMPTY)
       if ('accumulate_around', self._largest) in names:
         left_out.add('accumulate')  # the same with one input less
       for name, shape in names:
         if name not in left_out and shape in (None, self._largest):
           trace = functools.partial(step.trace, name, shape)
-          found.append(Task(prefix + name, 'train', trace))
+          found.append(Task(prefix + name, 'train', mesh, trace))
     return found
 
   @functools.cached_property
@@ -261,10 +289,24 @@ class _Train:
     return sum(self.kinds.values())
 
   @property
-  def resting(self) -> int:
-    """Bytes a chip while the other side works on the same chips."""
-    away = self._settings.offload_optimizer
-    return self.total - (self.kinds['optimizer'] if away else 0)
+  def offloaded(self) -> int:
+    """Bytes a chip that lie in the host's memory between steps."""
+    if not self._settings.offload_optimizer:
+      return 0
+    steps = filter(None, (self._policy, self._critic))
+    states = [step.abstract_state for step in steps]
+    return bytes_of([r.optimizer for s in states for r in s.roles.values()])
+
+  @property
+  def beside(self) -> Beside:
+    """What is there on the same chips while the other side works.
+
+    Between steps what rests there; all of a step where neither waits.
+    """
+    resting = self.total - self.offloaded
+    if self._prepared.settings.takes_turns:
+      return Beside(resting, resting)
+    return Beside(self.total + self.gradients + self._batches(), resting)
 
   @functools.cached_property
   def gradients(self) -> int:
@@ -275,8 +317,17 @@ class _Train:
 
   @property
   def sent(self) -> Any:
-    """Shapes and shardings of what each publish sends."""
-    return self._policy.abstract_state.policy.trainable
+    """Shapes of what each publish sends, and where they lie among all chips."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=jax.sharding.NamedSharding(
+                self._whole, leaf.sharding.spec
+            ),
+        ),
+        self._policy.abstract_state.policy.trainable,
+    )
 
   def _batches(self) -> int:
     """Bytes a chip of the microbatches of a step, all of them are there."""
@@ -287,10 +338,17 @@ class _Train:
     return 36 * count * packing.rows * packing.row_tokens // shards
 
   def holding(
-      self, programs: Sequence[Program], hbm: float, beside: int
+      self, programs: Sequence[Program], hbm: float, beside: Beside
   ) -> Holding:
+    """What a chip holds, at the worst of its moments.
+
+    Args:
+      programs: those of this side and others.
+      hbm: bytes of a chip.
+      beside: what the other side has there.
+    """
     batches = self._batches()
-    resident = self.total + batches + beside
+    resident = self.total + batches + beside.working
     moments = {}
     for program in programs:
       if program.side != 'train':
@@ -301,12 +359,17 @@ class _Train:
       moments[program.name] = _peak(program, held)
     copy = self._published_copy()
     if copy:
-      moments['publish'] = resident + copy
+      # The step is over, and the optimizers may be away.
+      resting = self.total - self.offloaded
+      moments['publish'] = resting + beside.publishing + copy
     kinds = {**self.kinds, 'gradients': self.gradients, 'batches': batches}
     kinds |= _worst_of_programs(programs, 'train')
     if copy:
       kinds['copy to publish'] = copy
-    return _holding(self._mesh.size, kinds, moments, hbm)
+    if beside.working:
+      kinds['rollout'] = beside.working
+    failed = _failed(programs, 'train')
+    return _holding(self._mesh.size, kinds, moments, hbm, failed)
 
   def _published_copy(self) -> int:
     """Bytes a chip of the copy that `Publisher` makes before it sends."""
@@ -336,7 +399,10 @@ class _Train:
       other = dataclasses.replace(packing, rows=rows, fewer=())
       step, _ = self._steps(dataclasses.replace(self._settings, packing=other))
       trace = functools.partial(step.trace, 'accumulate', other.shapes[0])
-      program = compiled(Task(f'accumulate, {rows} rows', 'train', trace))
+      name = f'accumulate, {rows} rows'
+      program = compiled(Task(name, 'train', mesh_text(self._mesh), trace))
+      if program.failed:
+        break
       held = self.total + self.gradients + self._batches()
       right = not program.refused and _peak(program, held) <= room
       if right:
@@ -346,17 +412,18 @@ class _Train:
     return best
 
 
-class _Rollout:
+class RolloutSide:
   """One replica: its programs and what it holds."""
 
   def __init__(
       self,
       prepared: PreparedShapes,
       slices: Slices,
-      replica: jax.sharding.Mesh,
+      topology: Topology,
       rules: Rules,
   ):
     settings, rules = prepared.settings, rules.for_rollout()
+    replica = in_own_slices(slices.rollout[0], topology)
     self._settings = settings
     self._replicas = len(slices.rollout)
     merges = prepared.model if settings.rollout.merge_adapters else None
@@ -368,6 +435,7 @@ class _Rollout:
         trains=True,
         pins=settings.evaluation.every > 0,
         merges=merges,
+        turns=settings.takes_turns,
     )
     arriving = prepared.model
     self.targets = []
@@ -377,8 +445,9 @@ class _Rollout:
       self.targets.append(learns)
 
   @property
-  def total(self) -> int:
-    return self._needs.total
+  def beside(self) -> Beside:
+    """What is there on the same chips while the other side works."""
+    return Beside(self._needs.resting, self._needs.arriving)
 
   def tasks(self) -> list[Task]:
     """Programs of a replica, the largest of each kind."""
@@ -390,14 +459,16 @@ class _Rollout:
     generate = functools.partial(engine.trace_generate, weights, columns)
     # All of the cache is live, which may be less than all slots could have.
     live = min(1.0, shapes.total_pages / (shapes.slots * columns))
+    mesh = mesh_text(engine.mesh)
     return [
-        Task('extend', 'rollout', extend),
-        Task('generate', 'rollout', generate, live),
+        Task('extend', 'rollout', mesh, extend),
+        Task('generate', 'rollout', mesh, generate, live),
     ]
 
   def holding(
-      self, programs: Sequence[Program], hbm: float, beside: int
+      self, programs: Sequence[Program], hbm: float, beside: Beside
   ) -> Holding:
+    """What a chip holds, at the worst of its moments; see `TrainSide`."""
     needs, state = self._needs, self._engine.abstract_state
     cache = bytes_of((state.keys, state.values))
     kinds = {
@@ -406,22 +477,26 @@ class _Rollout:
         'slots': (needs.decode_state - cache) * needs.decode_states,
         **_worst_of_programs(programs, 'rollout'),
     }
+    if beside.working:
+      kinds['train'] = beside.working
     moments = {
-        program.name: _peak(program, needs.total + beside)
+        program.name: _peak(program, needs.generating + beside.working)
         for program in programs
         if program.side == 'rollout'
     }
+    moments['new weights'] = needs.arriving + beside.publishing
     chips = self._engine.mesh.size * self._replicas
-    return _holding(chips, kinds, moments, hbm)
+    failed = _failed(programs, 'rollout')
+    return _holding(chips, kinds, moments, hbm, failed)
 
 
 def advise(prepared: PreparedShapes, report: Report) -> list[str]:
   """What to change, the most effective first."""
   settings, model = prepared.settings, prepared.model
   found = []
-  if not report.train.fits:
+  if report.train.fits is False:
     found += _advise_training(prepared, report)
-  if not report.rollout.fits:
+  if report.rollout.fits is False:
     found += _advise_rollout(prepared, report)
   if report.fits and (report.largest_rows or 0) > report.rows:
     found.append(
@@ -506,6 +581,11 @@ def _advise_rollout(prepared: PreparedShapes, report: Report) -> list[str]:
   settings = prepared.settings
   kinds, hbm = report.rollout.kinds, report.topology.chip.hbm
   engine, found = settings.rollout.engine, []
+  if settings.takes_turns and not settings.train.offload_optimizer:
+    found.append(
+        'train.offload_optimizer=True: moments lie in the memory of the host'
+        ' while nobody trains'
+    )
   if not settings.rollout.dtype:
     found.append("rollout.dtype='bfloat16': weights of half the size")
   if kinds['parameters'] > 0.6 * hbm:
@@ -537,8 +617,8 @@ def _step(
     crossing: Reshard,
     answer_tokens: int,
 ) -> Step | None:
-  """A training step at its roofline; None where a program was refused."""
-  if any(program.refused for program in programs):
+  """A training step at its roofline; None where a program is not there."""
+  if any(program.cost is None for program in programs):
     return None
   settings, rollout = prepared.settings, prepared.settings.rollout
   chip = topology.chip
@@ -658,12 +738,28 @@ def _worst_of_programs(
   return {name: size for name, size in kinds.items() if size > 0}
 
 
+def _failed(programs: Sequence[Program], side: Side) -> bool:
+  """Whether the compiler failed at a program of a side."""
+  return any(p.failed for p in programs if p.side == side)
+
+
 def _holding(
-    chips: int, kinds: Mapping[str, int], moments: Mapping[str, int], hbm: float
+    chips: int,
+    kinds: Mapping[str, int],
+    moments: Mapping[str, int],
+    hbm: float,
+    failed: bool,
 ) -> Holding:
   at = max(moments, key=moments.get)
   peak = moments[at]
-  return Holding(chips, dict(kinds), peak, at, peak <= hbm)
+  fits = False if peak > hbm else None if failed else True
+  return Holding(chips, dict(kinds), peak, at, fits)
+
+
+def mesh_text(mesh: jax.sharding.Mesh) -> str:
+  """Such as 'data 8 · fsdp 4', axes of size 1 left out."""
+  used = [f'{axis} {size}' for axis, size in mesh.shape.items() if size > 1]
+  return ' · '.join(used) or 'one chip'
 
 
 def _elements(shapes: Any) -> int:

@@ -22,6 +22,7 @@ from jax.experimental import topologies
 import numpy as np
 
 from areal_jax.config import ConfigError, require
+from areal_jax.mesh.slices import slice_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,12 @@ class Topology:
     """Whether programs are compiled for other devices than these."""
     return not self.chip.dimensions
 
+  def with_slices(self, slices: int) -> Topology:
+    """So many slices of the same kind; 'v5e:2x4*4' with one is 'v5e:2x4*1'."""
+    name = f'{self.name.partition("*")[0]}*{slices}'
+    count = self.count // self.slices * slices
+    return dataclasses.replace(self, name=name, count=count, slices=slices)
+
   def devices(self) -> Sequence[jax.Device]:
     """Devices that programs can be compiled for; none of them can run any.
 
@@ -150,23 +157,30 @@ class Topology:
     return found[: self.count]
 
 
-def in_first_slice(
-    mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]
+def in_own_slices(
+    mesh: jax.sharding.Mesh, topology: Topology
 ) -> jax.sharding.Mesh:
-  """The same mesh in the first slice, if it lies on another one.
+  """The same mesh in a topology of no other slices than it lies on.
 
-  To the compiler other slices are empty unless a program spans them all.
+  The compiler is told of all slices of a topology, and a program on one takes
+  the others for empty; on several but not all, libtpu ends in an error or takes
+  the whole process with it (found by compiling for v5e:2x2*4).
 
   Args:
-    mesh: of some of the devices; slices are alike.
-    devices: of all slices.
+    mesh: of some of the devices of the topology, whose slices are alike.
+    topology: as a whole.
   """
-  slices = {getattr(d, 'slice_index', None) for d in mesh.devices.flat}
-  if len(slices) > 1 or None in slices:
+  if topology.slices == 1:
     return mesh
+  numbers = sorted({slice_of(device) for device in mesh.devices.flat})
+  ranks = {number: rank for rank, number in enumerate(numbers)}
   place = lambda d: (*d.coords, d.core_on_chip)
-  first = {place(d): d for d in devices if d.slice_index == 0}
-  moved = np.array([first[place(d)] for d in mesh.devices.flat], object)
+  own = {
+      (slice_of(device), *place(device)): device
+      for device in topology.with_slices(len(ranks)).devices()
+  }
+  moved = np.empty(mesh.size, object)
+  moved[:] = [own[ranks[slice_of(d)], *place(d)] for d in mesh.devices.flat]
   grid = moved.reshape(mesh.devices.shape)
   return jax.sharding.Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 

@@ -35,7 +35,9 @@ def to_text(report: Report) -> str:
         'an estimate: compiled for pretended CPU devices, whose programs differ'
         ' from those of a GPU'
     )
-  lines += ['', f'{"fits" if report.fits else "DOES NOT FIT"}']
+  lines += ['', verdict(report.fits)]
+  for failure in report.failures:
+    lines.append(f'  could not be compiled: {failure}')
   for name, holding in (('train', report.train), ('rollout', report.rollout)):
     lines += _holding(name, holding, chip.hbm)
   lines += ['', 'one call of a program, a chip']
@@ -92,14 +94,24 @@ def program_line(program: Program) -> str:
         f'{program.name}: refused, it needs {program.refused / _GIB:.2f} GiB'
         ' of a chip'
     )
+  if program.failed:
+    return f'{program.name}: could not be compiled on {program.failed}'
   return f'{program.name}: compiled in {program.compile_s:.1f} s'
 
 
+def verdict(fits: bool | None) -> str:
+  """In words."""
+  if fits is None:
+    return 'NOT KNOWN whether it fits'
+  return 'fits' if fits else 'DOES NOT FIT'
+
+
 def _holding(name: str, holding: Holding, hbm: float) -> list[str]:
-  verdict = 'fits' if holding.fits else 'DOES NOT FIT'
+  least = ' without what was not compiled' if holding.fits is None else ''
   lines = [
-      f'  {name}, {holding.chips} chips: {verdict}; at most'
-      f' {holding.peak / _GIB:.2f} of {hbm / _GIB:.2f} GiB, at {holding.at}'
+      f'  {name}, {holding.chips} chips: {verdict(holding.fits)}; at most'
+      f' {holding.peak / _GIB:.2f} of {hbm / _GIB:.2f} GiB{least}, at'
+      f' {holding.at}'
   ]
   for kind, size in holding.kinds.items():
     lines.append(f'    {kind:<16} {size / _GIB:>9.3f} GiB')
@@ -107,6 +119,8 @@ def _holding(name: str, holding: Holding, hbm: float) -> list[str]:
 
 
 def _program(report: Report, program: Program) -> str:
+  if program.failed:
+    return f'  {program.name:<18} could not be compiled, see above'
   if program.cost is None:
     return (
         f'  {program.name:<18} refused: it needs'

@@ -186,7 +186,7 @@ def memory(prepared: Prepared) -> Iterator[Verdict]:
   reference = prepared.reference and prepared.reference[0]
   trains = train_memory.estimate(
       prepared.model, settings.train, slices.train, rules, reference
-  ).total
+  )
   rollout = settings.rollout
   merges = prepared.model if rollout.merge_adapters else None
   served = lora.without(prepared.model) if merges else prepared.model
@@ -199,10 +199,9 @@ def memory(prepared: Prepared) -> Iterator[Verdict]:
       trains=True,
       pins=settings.evaluation.every > 0,
       merges=merges,
-  ).total
-  needed = {'training': trains, 'generation': generates}
-  if settings.mesh.colocated:
-    needed = {'training and generation': trains + generates}
+      turns=settings.takes_turns,
+  )
+  needed = at_once(trains, generates, settings.mesh.colocated)
   for (name, size), mesh in zip(needed.items(), (slices.train, engine.mesh)):
     stats = mesh.devices.flat[0].memory_stats() or {}
     limit = stats.get('bytes_limit')
@@ -221,6 +220,22 @@ def memory(prepared: Prepared) -> Iterator[Verdict]:
   yield Verdict(
       'memory of the host', 'ok', f'{peak_rss_bytes() / _GIB:.2f} GiB'
   )
+
+
+def at_once(
+    trains: train_memory.Estimate,
+    generates: rollout_memory.Estimate,
+    colocated: bool,
+) -> dict[str, int]:
+  """Bytes of a device by what goes on there, the most of each."""
+  if not colocated:
+    return {'training': trains.total, 'generation': generates.total}
+  if not generates.turns:
+    return {'training and generation': trains.total + generates.total}
+  return {
+      'training': trains.total + generates.resting,
+      'generation': trains.resting + generates.total,
+  }
 
 
 def arithmetic(prepared: Prepared) -> Iterator[Verdict]:

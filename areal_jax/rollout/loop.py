@@ -894,6 +894,7 @@ class EngineLoop:
           return
       self._stopping = True
       self._failure = cause
+      self._state = None  # the last evaluation has the room of its cache
       waiting = list(self._queue) + [r for r in self._slots if r is not None]
       self._queue.clear()
     self._hand_out()

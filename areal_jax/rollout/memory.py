@@ -4,6 +4,9 @@ Counted from shapes: sets of weights and decode states, the two that grow with
 the model and with the slots. The workspace of programs and whatever trains on
 the same devices are not in it, so what is refused here cannot work; what passes
 may still be too much.
+
+Where training and generation take turns on the same devices, a replica with
+nothing to do has let go of its cache, and new weights come while it has none.
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ class Estimate:
 
   Attributes:
     weights: of one set of weights.
-    weight_sets: sets held at once.
+    weight_sets: sets held, while new weights arrive.
     decode_state: of one decode state.
-    decode_states: states held at once.
+    decode_states: states held, while it generates.
     shared: of the frozen weights that all versions share.
+    turns: whether it has neither requests nor a decode state for them while
+      others train, and gets new weights before it has either again.
   """
 
   weights: int
@@ -37,9 +42,33 @@ class Estimate:
   decode_state: int
   decode_states: int
   shared: int = 0
+  turns: bool = False
 
   @property
   def total(self) -> int:
+    """Most that is held at one time."""
+    return max(self.generating, self.arriving)
+
+  @property
+  def generating(self) -> int:
+    """Held while it generates."""
+    return self._whole - (self.weights if self.turns else 0)
+
+  @property
+  def arriving(self) -> int:
+    """Held while new weights arrive."""
+    return self._whole - (self.decode_state if self.turns else 0)
+
+  @property
+  def resting(self) -> int:
+    """Held while others train on the same devices.
+
+    An evaluation of earlier weights may go on, with a decode state of its own.
+    """
+    return self._whole - (self.weights + self.decode_state if self.turns else 0)
+
+  @property
+  def _whole(self) -> int:
     return (
         self.shared
         + self.weights * self.weight_sets
@@ -54,12 +83,14 @@ def estimate(
     trains: bool,
     pins: bool,
     merges: ModelConfig | None = None,
+    turns: bool = False,
 ) -> Estimate:
   """What one replica holds at once.
 
-  A decode state and weights to evaluate with; if it generates for training, the
-  weights that arrive and a decode state more. With adapters, the base is there
-  once beside the versions, which are adapters, or whole where those are merged.
+  A decode state and weights; if it generates for training, the weights that
+  arrive; if evaluation goes on meanwhile, weights and a decode state for that.
+  With adapters, the base is there once beside the versions, which are adapters,
+  or whole where those are merged.
 
   Args:
     engine: its programs and shapes.
@@ -68,6 +99,7 @@ def estimate(
     pins: whether evaluation goes on meanwhile, pinned to weights of its own.
     merges: the policy with adapters that arrives, where the engine runs it
       merged.
+    turns: whether it and training take turns on the same devices.
   """
   sent = merges or engine.config
   shapes = transformer.abstract_params(sent)
@@ -80,7 +112,8 @@ def estimate(
       shared=shared,
       weight_sets=1 + trains + pins,
       decode_state=decode_state_bytes(engine),
-      decode_states=1 + trains,
+      decode_states=1 + (trains and pins),
+      turns=turns,
   )
 
 
@@ -113,13 +146,14 @@ def require_room(
   limit, used = stats['bytes_limit'], stats.get('bytes_in_use', 0)
   if needed.total > limit - used:
     frozen = f' beside {needed.shared:,} frozen' if needed.shared else ''
+    turns = ', the last of each in turn' if needed.turns else ''
     raise ConfigError(
         f'config.rollout.engine and config.evaluation need {needed.total:,}'
         f' bytes on {device} ({needed.weight_sets} sets of weights of'
         f' {needed.weights:,}{frozen} and {needed.decode_states} decode states'
-        f' of {needed.decode_state:,}), wanted at most {limit - used:,}: its'
-        f' limit of {limit:,} less {used:,} in use; fewer slots, a smaller'
-        ' max_length or evaluation.every=0 need less'
+        f' of {needed.decode_state:,}{turns}), wanted at most'
+        f' {limit - used:,}: its limit of {limit:,} less {used:,} in use; fewer'
+        ' slots, a smaller max_length or evaluation.every=0 need less'
     )
 
 

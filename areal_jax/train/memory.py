@@ -1,7 +1,8 @@
 """What training needs of its devices' memory, before it is allocated.
 
 Counted from shapes: parameters, optimizer moments and gradients of every
-network that a run has. Activations, the workspace of programs and whatever
+network that a run has; moments that `offload_optimizer` moves to the host are
+there while a step goes on. Activations, the workspace of programs and whatever
 generates on the same devices are not in it, so what is refused here cannot
 work; what passes may still be too much.
 """
@@ -28,14 +29,23 @@ class Estimate:
   Attributes:
     roles: of each network, with its optimizer's state.
     gradients: of the one network that holds a gradient at a time.
+    offloaded: of the optimizers' state that lies in the host's memory between
+      steps.
   """
 
   roles: Mapping[str, int]
   gradients: int
+  offloaded: int = 0
 
   @property
   def total(self) -> int:
+    """Held during a step."""
     return sum(self.roles.values()) + self.gradients
+
+  @property
+  def resting(self) -> int:
+    """Held between steps."""
+    return sum(self.roles.values()) - self.offloaded
 
 
 def check(
@@ -71,7 +81,7 @@ def estimate(
     reference: ModelConfig | None = None,
 ) -> Estimate:
   """What a trainer of these settings holds at once; see `Trainer`."""
-  roles, gradients = {}, 0
+  roles, gradients, offloaded = {}, 0, 0
   for step in build_steps(config, settings, mesh, rules, reference):
     if step is None:
       continue
@@ -79,7 +89,9 @@ def estimate(
     roles |= {name: _bytes(role) for name, role in state.roles.items()}
     learner = state.roles[step.role]
     gradients = max(gradients, _bytes(learner.trainable))
-  return Estimate(roles, gradients)
+    if settings.offload_optimizer:
+      offloaded += _bytes([role.optimizer for role in state.roles.values()])
+  return Estimate(roles, gradients, offloaded)
 
 
 def require_room(

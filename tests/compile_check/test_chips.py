@@ -2,8 +2,14 @@
 
 import pytest
 
-from areal_jax.compile_check.chips import CHIPS, has_libtpu, parse_topology
+from areal_jax.compile_check.chips import (
+    CHIPS,
+    has_libtpu,
+    in_own_slices,
+    parse_topology,
+)
 from areal_jax.config import ConfigError
+from areal_jax.mesh.slices import mesh_of, slice_of
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,28 @@ def test_another_name_is_refused_with_what_is_wanted(name, wanted):
 def test_more_gpus_than_pretended_devices_are_refused():
   with pytest.raises(ConfigError, match='at most the 8 pretended devices'):
     parse_topology('gpu:h100:64').devices()
+
+
+def test_some_slices_of_a_topology_are_a_topology():
+  found = parse_topology('v5e:2x4*4').with_slices(2)
+  assert (found.name, found.count, found.slices) == ('v5e:2x4*2', 16, 2)
+
+
+@pytest.mark.skipif(not has_libtpu(), reason='libtpu is not installed')
+def test_a_mesh_is_moved_to_a_topology_of_its_own_slices():
+  topology = parse_topology('v5e:2x2*4')
+  devices = sorted(topology.devices(), key=slice_of)
+  mesh = mesh_of(devices[8:], data=2, fsdp=4)  # slices 2 and 3
+  moved = in_own_slices(mesh, topology)
+  assert moved.shape == mesh.shape
+  for here, there in zip(mesh.devices.flat, moved.devices.flat, strict=True):
+    assert slice_of(there) == slice_of(here) - 2
+    assert there.coords == here.coords
+  alone = in_own_slices(mesh_of(devices[13:14]), topology)
+  assert alone.devices.flat[0].coords == devices[13].coords
+  whole = parse_topology('v5e:2x2')
+  mesh = mesh_of(whole.devices(), fsdp=4)
+  assert in_own_slices(mesh, whole) is mesh
 
 
 @pytest.mark.skipif(has_libtpu(), reason='libtpu is installed')

@@ -15,10 +15,12 @@ from areal_jax.compile_check.programs import (
     Task,
     bytes_wanted,
     compile_program,
+    first_line,
     kernel_cost,
     require_whole_slices,
 )
 from areal_jax.config import ConfigError
+from tests.compile_check.failing import no_such_program
 
 REFUSAL = (
     'RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in'
@@ -44,12 +46,28 @@ def test_another_failure_is_none_of_memory(message):
   assert bytes_wanted(message) == 0
 
 
-def test_another_failure_passes_through():
-  def fail():
-    raise jax.errors.JaxRuntimeError('INTERNAL: something else')
+def test_planted_failure_of_the_compiler_is_its_first_line_and_the_mesh():
+  task = Task('square', 'train', 'data 8 · fsdp 4', no_such_program)
+  found = compile_program(task, jax.devices()[0])
+  assert (found.memory, found.cost, found.refused) == (None, None, 0)
+  assert found.failed.startswith('mesh.train (data 8 · fsdp 4): ')
+  assert 'no_such_target' in found.failed and '\n' not in found.failed
+  assert found.roofline(CHIPS['v5e']) is None
 
-  with pytest.raises(jax.errors.JaxRuntimeError, match='something else'):
-    compile_program(Task('x', 'train', fail), jax.devices()[0])
+
+def test_the_first_line_that_says_something_is_told():
+  assert first_line('\n  INTERNAL: RET_CHECK failure\n  at x.cc') == (
+      'INTERNAL: RET_CHECK failure'
+  )
+  assert first_line('') == 'an error without a word'
+
+
+def test_a_mistake_in_a_program_of_ours_passes_through():
+  def fail():
+    raise TypeError('not of the compiler')
+
+  with pytest.raises(TypeError, match='not of the compiler'):
+    compile_program(Task('x', 'train', 'one chip', fail), jax.devices()[0])
 
 
 def test_a_part_of_a_slice_that_a_tpu_refuses_is_one_clear_line():
@@ -125,7 +143,7 @@ def test_a_refused_program_has_no_roofline():
 def test_a_program_is_compiled_and_measured():
   square = jax.jit(lambda x: x @ x)
   shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-  task = Task('square', 'train', lambda: square.trace(shape))
+  task = Task('square', 'train', 'one chip', lambda: square.trace(shape))
   found = compile_program(task, jax.devices()[0])
   assert found.refused == 0 and found.compile_s > 0
   assert found.cost.flops == 2 * 64**3

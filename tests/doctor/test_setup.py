@@ -1,10 +1,14 @@
 """Checks of a setup that is right, and of one that is wrong in one thing."""
 
+import dataclasses
+
 import pytest
 
 from areal_jax.doctor import setup
 from areal_jax.doctor.verdict import Verdict, judge
 from areal_jax.experiment import prepare
+from areal_jax.rollout.memory import Estimate as RolloutEstimate
+from areal_jax.train.memory import Estimate as TrainEstimate
 from tests.small_experiment import experiment
 
 
@@ -80,6 +84,34 @@ def test_what_is_wrong_fails_with_advice(
   verdicts = [found] if isinstance(found, Verdict) else list(found)
   verdict = by_name(verdicts)[name]
   assert verdict.status == 'fail' and advice in verdict.advice
+
+
+def test_phases_that_take_turns_are_counted_apart():
+  trains = TrainEstimate({'policy': 300}, gradients=100, offloaded=200)
+  generates = RolloutEstimate(50, 2, 1_000, 1)
+  assert setup.at_once(trains, generates, colocated=False) == {
+      'training': 400, 'generation': 1_100,
+  }  # fmt: skip
+  assert setup.at_once(trains, generates, colocated=True) == {
+      'training and generation': 1_500,
+  }  # fmt: skip
+  generates = dataclasses.replace(generates, turns=True)
+  assert setup.at_once(trains, generates, colocated=True) == {
+      'training': 400 + 50,  # the weights that generate next are there
+      'generation': 100 + 1_050,  # moments are not
+  }
+
+
+def test_whether_phases_take_turns_is_said_by_mesh_and_eta(tmp_path):
+  shared = dict(mesh__colocated=True)
+  apart = prepare(experiment(tmp_path, rollout__eta=0.0, **shared))
+  assert [v.name for v in setup.memory(apart)] == [
+      'memory of training', 'memory of generation', 'memory of the host',
+  ]  # fmt: skip
+  together = prepare(experiment(tmp_path, rollout__eta=2.0, **shared))
+  assert next(setup.memory(together)).name == (
+      'memory of training and generation'
+  )
 
 
 def test_too_few_devices_fail(tmp_path):

@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
   memory.require_room(needed, None, 'a CPU')
 
 
-def test_evaluation_beside_training_holds_one_set_of_weights_more():
+def test_evaluation_beside_training_holds_weights_and_a_cache_more():
   engine = Engine(tiny.config(), ENGINE, tiny.mesh(), Rules())
   counts = [
       (e.weight_sets, e.decode_states)
@@ -271,7 +271,34 @@ def test_evaluation_beside_training_holds_one_set_of_weights_more():
           memory.estimate(engine, '', trains=True, pins=True),
       )
   ]
-  assert counts == [(1, 1), (2, 2), (3, 2)]
+  assert counts == [(1, 1), (2, 1), (3, 2)]
+
+
+def test_side_by_side_all_of_it_is_there_at_any_time():
+  needed = memory.Estimate(100, 3, 1_000, 2, shared=7)
+  assert needed.total == needed.generating == needed.arriving == 2_307
+  assert needed.resting == 2_307
+
+
+def test_caches_that_are_let_go_of_are_not_there_while_others_train():
+  # An evaluation goes on: weights and a cache of its own.
+  needed = memory.Estimate(100, 3, 1_000, 2, shared=7, turns=True)
+  assert needed.generating == 2_207  # new weights come between the phases
+  assert needed.arriving == 1_307  # and then the cache is not there
+  assert needed.resting == 1_207  # neither is, while the other side trains
+  assert needed.total == 2_207
+  # Where weights are what is large, their arrival is the worst.
+  needed = memory.Estimate(1_000, 2, 100, 1, turns=True)
+  assert (needed.generating, needed.arriving) == (1_100, 2_000)
+  assert (needed.resting, needed.total) == (1_000, 2_000)
+
+
+def test_what_takes_turns_is_refused_by_the_worst_of_its_moments():
+  needed = memory.Estimate(100, 3, 1_000, 2, turns=True)
+  stats = {'bytes_limit': 2_200, 'bytes_in_use': 0}
+  memory.require_room(needed, stats, 'device 0')
+  with pytest.raises(ConfigError, match='2,200 bytes .* in turn'):
+    memory.require_room(needed, {**stats, 'bytes_in_use': 1}, 'device 0')
 
 
 def test_versions_of_adapters_share_their_base():

@@ -924,6 +924,7 @@ def test_loop_that_takes_weights_in_is_busy_and_not_dead(engine):
     assert loop.counts.deaths == 0
   assert loop.health() == 'dead'
   assert 'engine 0: dead (stopped)' in loop.explain()
+  assert loop._state is None  # the last evaluation has the room
 
 
 def test_loop_that_ended_of_an_exception_is_dead_and_says_why(

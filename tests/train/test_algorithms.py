@@ -498,3 +498,17 @@ def test_memory_of_critic_and_reference_is_counted():
   with pytest.raises(ConfigError, match='config.train needs .* on chip .*most'):
     memory.require_room(full, stats, 'chip')
   memory.require_room(full, stats, 'chip', held=1)
+
+
+def test_moments_on_the_host_are_not_counted_between_steps():
+  size = 4 * sum(x.size for x in jax.tree.leaves(host_params()))
+  plain = memory.estimate(CONFIG, settings(), mesh(1), RULES)
+  assert plain.offloaded == 0
+  assert plain.resting == plain.total - plain.gradients
+  asked = dataclasses.replace(settings(), offload_optimizer=True)
+  away = memory.estimate(CONFIG, asked, mesh(1), RULES)
+  assert away.total == plain.total  # during a step they are back
+  assert 2 * size <= away.offloaded <= 2 * size + 4 * 4  # and few scalars
+  assert away.resting == plain.resting - away.offloaded
+  by_hand = memory.Estimate({'policy': 300, 'critic': 330}, 110, 420)
+  assert (by_hand.total, by_hand.resting) == (740, 210)

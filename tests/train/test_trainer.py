@@ -14,7 +14,7 @@ from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.metrics import METRICS
-from areal_jax.train import offload
+from areal_jax.train import memory, offload
 from areal_jax.train import trainer as trainer_lib
 from areal_jax.train.optimizer import OptimizerSettings, learning_rate
 from areal_jax.train.packing import PackingSettings
@@ -246,6 +246,9 @@ def test_optimizer_on_the_host_between_steps_changes_no_bit(
     restart.step(batch(step))
   told = restart.offloaded.metrics()
   assert told['offloaded_bytes'] == sum(leaf.nbytes for leaf in held) > 0
+  one = slices.cut(jax.devices(), slices.MeshSettings()).train
+  needed = memory.estimate(CONFIG, away, one, Rules())
+  assert needed.offloaded == told['offloaded_bytes']
   assert 0 < told['offload_s'] < 10
   assert restart.version == 3
   jax.tree.map(
