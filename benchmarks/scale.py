@@ -16,6 +16,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
+import signal
 import subprocess
 import sys
 from typing import Any, Sequence
@@ -126,14 +128,20 @@ def measure(case: Case) -> dict[str, Any]:
   )
   said = child.stderr.strip().splitlines()
   if child.returncode < 0:  # libtpu may end its process
-    why = f'signal {-child.returncode} after {said[0] if said else "nothing"}'
-    return {'fits': None, 'why': why}
+    fatal = [line for line in said if re.match(r'F\d{4} ', line)]
+    last = [line for line in said if ': compiled in' in line][-1:]
+    why = fatal[:1] or [f'after {line!r}' for line in last]
+    return {'fits': None, 'why': ', '.join([_ended(child.returncode), *why])}
   found = json.loads(child.stdout) if child.stdout else {'fits': None}
   if child.returncode == 2:
     return found | {'why': said[-1]}
   if not child.stdout:
     raise RuntimeError(f'{case.name}: {child.stderr.strip()[-500:]}')
   return found
+
+
+def _ended(code: int) -> str:
+  return f'the compiler ended by {signal.Signals(-code).name}'
 
 
 def line(case: Case, found: dict[str, Any]) -> str:

@@ -59,10 +59,17 @@ def test_a_program_that_could_not_be_compiled_leaves_what_is_known():
 
 
 def test_planted_end_of_the_process_is_a_row_too():
-  found = scale.measure(
-      planted('import os, signal; os.kill(os.getpid(), signal.SIGILL)')
-  )
-  assert found == {'fits': None, 'why': 'signal 4 after nothing'}
+  dies = 'import os, signal, sys; {} os.kill(os.getpid(), signal.SIGILL)'
+  ended = 'the compiler ended by SIGILL'
+  assert scale.measure(planted(dies.format(''))) == {
+      'fits': None, 'why': ended,
+  }  # fmt: skip
+  for line, told in (
+      ('apply: compiled in 4.6 s', "after 'apply: compiled in 4.6 s'"),
+      ('F1130 x.cc:1] Check failed: y', 'F1130 x.cc:1] Check failed: y'),
+  ):
+    says = dies.format(f'print({line!r}, file=sys.stderr, flush=True);')
+    assert scale.measure(planted(says))['why'] == f'{ended}, {told}'
   with pytest.raises(RuntimeError, match='v5e:2x2: .*planted'):
     scale.measure(planted('raise SystemExit("planted")'))
 
