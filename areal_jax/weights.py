@@ -115,7 +115,7 @@ class Publisher:
         )
     )
     self._dtype = dtype
-    # By replica, and by what is sent from where.
+    # By what is sent from where.
     self._crossings: dict[tuple[Any, ...], Crossing] = {}
     self._arrived: dict[str, Params] = {}  # by replica, what it holds
     self._latest: tuple[int, dict[str, Params]] | None = None
@@ -154,9 +154,9 @@ class Publisher:
     handle = Handle(version, kind, size, [t.name for t in self._targets])
     self._handles = [h for h in self._handles if h.missing] + [handle]
     held = {}
-    for target in self._targets:
-      # New arrays: the train step donates its own to the step that follows.
-      arrived = self._crossing(target, params)(params)
+    # New arrays: the train step donates its own to the step that follows.
+    crossed = self._crossing(params)(params)
+    for target, arrived in zip(self._targets, crossed):
       if kind == 'adapter':
         arrived = overlaid(self._arrived[target.name], arrived)
       self._arrived[target.name] = arrived
@@ -179,8 +179,7 @@ class Publisher:
     """Compiles what `publish` does to parameters like these."""
     if self._dtype:
       params = self._cast(params)
-    for target in self._targets:
-      jax.block_until_ready(self._crossing(target, params)(params))
+    jax.block_until_ready(self._crossing(params)(params))
 
   def latest(self) -> tuple[int, dict[str, Params]]:
     """The version published last and its parameters, by replica name."""
@@ -199,15 +198,16 @@ class Publisher:
       raise LookupError(f'version {version} is not held, only {held} is')
     return params
 
-  def _crossing(self, target: Target, params: Params) -> Crossing:
+  def _crossing(self, params: Params) -> Crossing:
     leaves, structure = jax.tree.flatten(params)
     sent = tuple((leaf.shape, leaf.sharding) for leaf in leaves)
-    key = (target.name, structure, sent)
+    key = (structure, sent)
     if key not in self._crossings:
-      there = part_of(target.shardings, params)
       device, *_ = leaves[0].devices()
       self._crossings[key] = Crossing(
-          params, there, over_host=device.platform == 'cpu'
+          params,
+          [part_of(target.shardings, params) for target in self._targets],
+          over_host=device.platform == 'cpu',
       )
     return self._crossings[key]
 

@@ -6,11 +6,20 @@
 On eight pretended devices a policy is published from each train mesh to each
 rollout mesh: one device to one, four that shard its width to two that shard its
 heads, four that shard both to two engines that have all of it, and two meshes
-over the same four devices. A version has arrived when its last array has, and
-its rate is what has been written on the devices of the engines over the seconds
-until then. Right behind it the same number of bytes is copied from one array
-into another by numpy; the bar is half of that rate, for what is larger than a
-cache. Medians are shown.
+over the same four devices. Three things take turns, and medians are shown:
+
+  publish      until the last array of a version has arrived
+  device_put   the same arrays by `jax.device_put`, a tree an engine
+  plain copy   as many bytes as publishing writes, from one array into another
+               by numpy
+
+What is *held* counts every device's parts. What is *written* counts memory: on
+pretended devices a part that several have may lie in one place. The rate is
+that of what is written, and the bar half of the plain copy's, for what is
+larger than a cache.
+
+One arm publishes what learns of a policy with adapters behind a first version
+with all of it: what a later version sends, and how long that takes.
 
 In the last arm an engine answers requests all the while, and new versions come
 one after another: how fast they arrive beside it, how long it takes the engine
@@ -22,6 +31,7 @@ The last line is one JSON object.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from typing import Any, Callable, Sequence
@@ -42,7 +52,7 @@ from areal_jax.mesh.slices import (
     machine_devices,
 )
 from areal_jax.models import transformer
-from areal_jax.models.config import ModelConfig
+from areal_jax.models.config import PROJECTIONS, LoraSettings, ModelConfig
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.loop import EngineLoop
 from areal_jax.telemetry.events import EventLog
@@ -72,6 +82,7 @@ SIZES = {
 SHORT = {'0.5 M': (128, 2, 256)}
 WAIT_S = 300.0
 _SLOTS = 16
+_RANK = 16  # of adapters
 _CACHE = 2**25  # bytes; less than that may never reach memory
 
 
@@ -104,13 +115,23 @@ def plain_copy(size: int) -> float:
   return time.monotonic() - start
 
 
+def held(params: Any) -> int:
+  """Bytes that all devices together have."""
+  return sum(shard.nbytes for shard in _parts(params))
+
+
 def written(params: Any) -> int:
-  """Bytes that lie on all devices together."""
-  return sum(
-      shard.data.nbytes
+  """Bytes of the memory that this is, parts in one place counted once."""
+  places = {part.unsafe_buffer_pointer(): part for part in _parts(params)}
+  return sum(part.nbytes for part in places.values())
+
+
+def _parts(params: Any) -> list[jax.Array]:
+  return [
+      shard.data
       for leaf in jax.tree.leaves(params)
       for shard in leaf.addressable_shards
-  )
+  ]
 
 
 def measure(
@@ -119,38 +140,73 @@ def measure(
   """Rows of one size and pair, nothing else going on."""
   slices = _slices(pair)
   params = transformer.init_params(config, 0, slices.train, Rules())
-  publisher = Publisher(
-      [
-          Target(f'engine/{i}', shardings, lambda *weights: None)
-          for i, shardings in enumerate(_shardings(config, slices))
-      ],
-      events=EventLog(None),
-  )
+  shardings = _shardings(config, slices)
+  publisher = _publisher(shardings)
   publisher.warm_up(params)
   jax.block_until_ready(params)
-  seconds, plain = [], []
+  seconds = {'publish': [], 'device_put': [], 'plain copy': []}
   for version in range(repeats + 1):
     # As in a run: each version has buffers of its own.
-    fresh = jax.block_until_ready(jax.tree.map(_copied, params))
+    fresh = _fresh(params)
     start = time.monotonic()
     publisher.publish(version, fresh)
-    arrived = jax.block_until_ready(publisher.latest())[1]
-    took = time.monotonic() - start
+    arrived = jax.block_until_ready(publisher.latest()[1])
+    published = time.monotonic() - start
+    fresh = _fresh(params)
+    start = time.monotonic()
+    jax.block_until_ready(
+        [jax.device_put(fresh, there, may_alias=False) for there in shardings]
+    )
+    put = time.monotonic() - start
     size = written(arrived)
     copied = plain_copy(size)
     if version:  # the first one warms up
-      seconds.append(took)
-      plain.append(copied)
-  took, copied = statistics.median(seconds), statistics.median(plain)
+      seconds['publish'].append(published)
+      seconds['device_put'].append(put)
+      seconds['plain copy'].append(copied)
+  took, put, copied = map(statistics.median, seconds.values())
   at = f'{name}, {pair}'
   return [
+      report.Row(f'{at}: held, MB', held(arrived) / 1e6),
       report.Row(f'{at}: written, MB', size / 1e6),
       report.Row(f'{at}: ms', 1000 * took),
+      report.Row(f'{at}: ms by device_put', 1000 * put),
       report.Row(f'{at}: GB/s', size / took / 1e9),
       # What a cache holds is copied faster than memory can be written.
       report.bounded(f'{at}: share of a plain copy', copied / took, '>= 0.5')
       if size > _CACHE
       else report.Row(f'{at}: share of a plain copy', copied / took),
+  ]
+
+
+def measure_adapters(
+    name: str, config: ModelConfig, repeats: int
+) -> list[report.Row]:
+  """Rows of the arm in which adapters alone learn."""
+  config = resolve(
+      dataclasses.replace(
+          config, lora=LoraSettings(projections=PROJECTIONS, rank=_RANK)
+      )
+  )
+  slices = _slices(BUSY)
+  params = transformer.init_params(config, 0, slices.train, Rules())
+  learns, _ = transformer.partition(config, params)
+  publisher = _publisher(_shardings(config, slices))
+  first = publisher.publish(0, params)
+  jax.block_until_ready(publisher.latest()[1])
+  seconds = []
+  for version in range(1, repeats + 2):
+    fresh = _fresh(learns)
+    start = time.monotonic()
+    later = publisher.publish(version, fresh, 'adapter')
+    jax.block_until_ready(publisher.latest()[1])
+    seconds.append(time.monotonic() - start)
+  at = f'{name}, {BUSY}, adapters of rank {_RANK}'
+  return [
+      report.Row(f'{at}: first version, MB', first.bytes / 1e6),
+      report.Row(f'{at}: each later one, MB', later.bytes / 1e6),
+      # The first of them warms up.
+      report.Row(f'{at}: ms', 1000 * statistics.median(seconds[1:])),
   ]
 
 
@@ -225,7 +281,7 @@ def measure_busy(
       end = time.monotonic() + seconds
       while time.monotonic() < end:
         version = len(sent) + 1
-        fresh = jax.block_until_ready(jax.tree.map(_copied, params))
+        fresh = _fresh(params)
         start = time.monotonic()
         handle = publisher.publish(version, fresh)
         jax.block_until_ready(publisher.latest()[1])
@@ -269,6 +325,20 @@ def _shardings(config: ModelConfig, slices: Slices) -> list[Any]:
   ]
 
 
+def _publisher(shardings: Sequence[Any]) -> Publisher:
+  """To engines that only take what arrives."""
+  targets = [
+      Target(f'engine/{i}', there, lambda *weights: None)
+      for i, there in enumerate(shardings)
+  ]
+  return Publisher(targets, events=EventLog(None))
+
+
+def _fresh(params: Any) -> Any:
+  """The same in other memory."""
+  return jax.block_until_ready(jax.tree.map(_copied, params))
+
+
 @jax.jit
 def _copied(x: jax.Array) -> jax.Array:
   return x + 0
@@ -280,10 +350,12 @@ def main(argv: Sequence[str]) -> None:
   machine_devices(MeshSettings(TrainMesh(fsdp=4), RolloutMesh(replicas=4)))
   keep_freed_memory()  # as a run does on a CPU
   short = flags.FLAGS.short
+  repeats = 3 if short else 7
   rows = []
   for name, sizes in (SHORT if short else SIZES).items():
     for pair in PAIRS:
-      rows += measure(name, shape(*sizes), pair, 3 if short else 7)
+      rows += measure(name, shape(*sizes), pair, repeats)
+    rows += measure_adapters(name, shape(*sizes), repeats)
   name, sizes = next(iter((SHORT if short else SIZES).items()))
   rows += measure_busy(name, shape(*sizes), 2.0 if short else 20.0)
   report.show('publish', rows)

@@ -15,6 +15,8 @@ from typing import Any, Sequence
 import jax
 import numpy as np
 
+from areal_jax.mesh.crossing import Box, boxes
+
 
 @dataclasses.dataclass(frozen=True)
 class Reshard:
@@ -30,9 +32,6 @@ class Reshard:
   total: int
   received: int
   sent: int
-
-
-Box = tuple[tuple[int, int], ...]  # [start, stop) of each axis
 
 
 def reshard(shapes: Any, targets: Sequence[Any], dtype: str = '') -> Reshard:
@@ -66,10 +65,10 @@ def _count(
 ) -> None:
   """Adds one array's bytes by device."""
   holders = collections.defaultdict(list)
-  for device, box in _boxes(leaf.sharding, leaf.shape).items():
+  for device, box in boxes(leaf.sharding, leaf.shape).items():
     holders[box].append(device)
   here = {d: box for box, devices in holders.items() for d in devices}
-  for device, wanted in _boxes(sharding, leaf.shape).items():
+  for device, wanted in boxes(sharding, leaf.shape).items():
     # What it holds already does not travel.
     own = here.get(device)
     for box, devices in holders.items():
@@ -82,21 +81,11 @@ def _count(
           sent[holder] += common * itemsize / len(devices)
 
 
-def _boxes(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
-) -> dict[jax.Device, Box]:
-  """Which part of an array lies on each device."""
-  return {
-      device: tuple(part.indices(size)[:2] for part, size in zip(index, shape))
-      for device, index in sharding.devices_indices_map(shape).items()
-  }
-
-
-def _common(*boxes: Box) -> int:
-  """Elements that all boxes have; 1 for boxes of a scalar."""
+def _common(*parts: Box) -> int:
+  """Elements that all parts have; 1 for parts of a scalar."""
   return math.prod(
       max(0, min(stop for _, stop in axis) - max(start for start, _ in axis))
-      for axis in zip(*boxes)
+      for axis in zip(*parts)
   )
 
 
