@@ -30,8 +30,10 @@ step overwrites its own.
 
 from __future__ import annotations
 
+from concurrent import futures
 import itertools
 import math
+import os
 from typing import Any, Iterator, Sequence
 
 import jax
@@ -44,10 +46,15 @@ PyTree = Any
 _Place = tuple[int, ...]  # of a piece in its array, in pieces
 Box = tuple[tuple[int, int], ...]  # [start, stop) of each axis of an array
 
+# A part in the host's memory, and what goes where in it.
+_Job = tuple[np.ndarray, list[tuple[tuple[slice, ...], np.ndarray]]]
+
 # Bytes of a bundle on a device; see `Crossing`.
 _BUNDLE = 2**28
 # What XLA wants of memory that is to be a buffer as it is.
 _ALIGNED = 64
+# Bytes that one thread has written before others are there.
+_ALONE = 2**23
 
 
 class Crossing:
@@ -104,8 +111,11 @@ class Crossing:
       for (target, i), array in zip(bundle.of, bundle(arrays)):
         landed[target][i] = array
     # Behind what needs no waiting.
-    for i, wanting, parts in self._written:
-      for target, array in zip(wanting, parts(arrays[i])):
+    jobs: list[_Job] = []
+    begun = [parts.begin(arrays[i], jobs) for i, _, parts in self._written]
+    _write(jobs)
+    for (i, wanting, parts), written in zip(self._written, begun):
+      for target, array in zip(wanting, parts.land(written)):
         landed[target][i] = array
     return [self._structure.unflatten(of_target) for of_target in landed]
 
@@ -287,8 +297,8 @@ class _Parts:
         for box in wanted
     }
 
-  def __call__(self, array: Array) -> list[Array]:
-    """The array there, one for each target."""
+  def begin(self, array: Array, jobs: list[_Job]) -> dict[Box, np.ndarray]:
+    """Memory for each part, and what is to be written there, once it can be."""
     held = {
         shard.device: np.asarray(shard.data)  # waits, and copies nothing
         for shard in array.addressable_shards
@@ -296,9 +306,12 @@ class _Parts:
     parts = {}
     for box, pieces in self._pieces.items():
       part = _empty([stop - start for start, stop in box], array.dtype)
-      for device, taken, put in pieces:
-        part[put] = held[device][taken]
+      jobs.append((part, [(put, held[at][taken]) for at, taken, put in pieces]))
       parts[box] = part
+    return parts
+
+  def land(self, parts: dict[Box, np.ndarray]) -> list[Array]:
+    """The array there, one for each target."""
     # Nothing is sent: each part becomes the device's as it is.
     with jax.transfer_guard_host_to_device('allow'):
       return [
@@ -307,6 +320,23 @@ class _Parts:
           )
           for target in self._targets
       ]
+
+
+def _write(jobs: Sequence[_Job]) -> None:
+  """Writes all parts, large ones side by side."""
+
+  def write(job: _Job) -> None:
+    part, pieces = job
+    for put, piece in pieces:
+      part[put] = piece
+
+  if sum(part.nbytes for part, _ in jobs) < _ALONE:
+    for job in jobs:
+      write(job)
+    return
+  # One processor does not fill the memory's bandwidth.
+  with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    list(pool.map(write, jobs))
 
 
 def boxes(
