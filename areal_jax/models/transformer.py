@@ -289,7 +289,7 @@ class Transformer(nnx.Module):
       # The root is rounded too, as in transformers.
       x = x * jnp.asarray(math.sqrt(c.width), x.dtype)
     x = layout(x, 'tokens', 'width')
-    ropes = _ropes(c, positions)
+    ropes = layout.computed(_ropes(c, positions), positions)
     routers = routers or _Routers()
     one_layer, stacked = nnx.split(self.blocks)
 
@@ -978,6 +978,19 @@ class _Layout:
         in_specs=self._spec(('tokens', *axes), x.shape),
         out_specs=rows,
     )(x)
+
+  def computed(self, x: Any, positions: Array) -> Any:
+    """Values of positions [M], computed once for all that read them.
+
+    XLA for CPU computes a cosine anew in each operation that multiplies by it,
+    for every head of every layer, which was a tenth of a decode step, and takes
+    barriers away. It leaves results of branches alone.
+    """
+    if self.platform != 'cpu' or (self.mesh is not None and self.mesh.size > 1):
+      return x
+    always = positions.max() >= 0
+    zeros = lambda: jax.tree.map(jnp.zeros_like, x)
+    return jax.lax.cond(always, lambda: x, zeros)
 
   def _spec(self, axes, shape) -> jax.sharding.PartitionSpec:
     return self.rules.spec(axes, shape, self.mesh)
