@@ -198,7 +198,7 @@ class Block(nnx.Module):
     if sparse:
       more, routing = self._experts(h, layout, routers)
     else:
-      h = _gated(c, self._project(h, 'gate'), self._project(h, 'up'))
+      h = _gated(c, *self._gate_and_up(h))
       h = layout(h, 'tokens', 'mlp')
       more = self._project(h, 'down')
     if c.post_norms:
@@ -229,6 +229,13 @@ class Block(nnx.Module):
         rules=layout.rules,
     )
     return mixed, moe.measure(experts, probabilities, routers.real)
+
+  def _gate_and_up(self, x: Array) -> tuple[Array, Array]:
+    """Both [M, F]; of one product, where `layers_apart` has joined them."""
+    if self.gate[...].shape[-1] == 2 * self.config.mlp_width:
+      gate, up = jnp.split(self._project(x, 'gate'), 2, -1)
+      return gate, up
+    return self._project(x, 'gate'), self._project(x, 'up')
 
   def _project(self, x: Array, name: str) -> Array:
     """[M, inputs] times a matrix, its inputs flat, with its adapter if any.
@@ -494,13 +501,20 @@ def layers_apart(
 
   XLA for CPU cuts a layer out of a stack by a copy, and does so again in each
   turn of a loop and in each dispatch. So an engine takes new weights apart once
-  a version: 'blocks' becomes a tuple of one dict a layer. Elsewhere, and a
-  second time, they are returned as they are.
+  a version: 'blocks' becomes a tuple of one dict a layer. On one device, 'gate'
+  of a layer then has 'up' beside it, [D, 2 F]: one product of few rows takes
+  less time than two. Elsewhere, and a second time, they are returned as they
+  are.
   """
   blocks = params['blocks']
   if isinstance(blocks, tuple) or not reads_apart(config, mesh, rules):
     return params
   layers = [_of_one_layer(config, blocks, n) for n in range(config.layers)]
+  whole = mesh is None or mesh.size == 1
+  if whole and config.dense_layers and not config.lora.projections:
+    for layer in layers:
+      both = layer['gate'], layer.pop('up')
+      layer['gate'] = jnp.concatenate(both, -1)
   return {**params, 'blocks': tuple(layers)}
 
 
