@@ -65,6 +65,8 @@ _SMALLEST_PREFILL = 16
 _PROMPT_LOGITS = 2**24  # most logits of a prompt that are there at once
 # Decode programs for fewer live tokens would not be faster, and be compiled.
 _SMALLEST_LIVE = 64
+# A decode step of fewer slots does not take less time.
+_FEWEST_ROWS = 8
 # Tokens of history that one `occupy` program takes to the devices.
 _MOST_OCCUPIED = 2**18
 
@@ -82,6 +84,9 @@ class EngineSettings:
       With fewer, memory follows the tokens that are live, and the youngest
       request gives way, to be continued later, when pages run out.
     steps: k, most decode steps a dispatch.
+    halvings: times that the slots of a decode step may be halved where few of
+      them are active, as when the last answers of a batch are awaited; each is
+      one program more for each width of the page tables.
     chunk: most tokens that one prefill program computes, rows and all; longer
       prompts come in pieces, with decode steps in between.
     prefill_rows: most sequences that one prefill program computes pieces of.
@@ -95,6 +100,7 @@ class EngineSettings:
   page_size: int = 16
   pages: int = 0
   steps: int = 8
+  halvings: int = 2
   chunk: int = 1024
   prefill_rows: int = 16
   max_stop_ids: int = 4
@@ -108,6 +114,7 @@ class EngineSettings:
                  'max_stop_ids'):  # fmt: skip
       value = getattr(self, name)
       require(value >= 1, f'{at}.{name}', value, 'at least 1')
+    require(self.halvings >= 0, f'{at}.halvings', self.halvings, 'at least 0')
     require(
         self.max_prompt_length < self.max_length,
         f'{at}.max_prompt_length',
@@ -166,6 +173,14 @@ class EngineSettings:
       buckets.append(columns)
       columns *= 2
     return (*buckets, self.pages_per_slot)
+
+  @property
+  def decode_rows(self) -> tuple[int, ...]:
+    """Slots of a decode step that programs exist for, all of them first."""
+    rows = [self.slots]
+    while len(rows) <= self.halvings and rows[-1] > _FEWEST_ROWS:
+      rows.append(-(-rows[-1] // 2))
+    return tuple(rows)
 
   @property
   def occupy_rows(self) -> int:
@@ -565,8 +580,11 @@ class Engine:
       state: DecodeState,
       k: int,
       tables: np.ndarray | None = None,
+      slots: np.ndarray | None = None,
   ) -> tuple[DecodeState, StepResult]:
     """Up to k decode steps in one dispatch; ends early when no slot is active.
+
+    With `slots`, the others stand still, and S is R in what is returned.
 
     Args:
       params: weights to decode with.
@@ -574,6 +592,8 @@ class Engine:
       k: steps.
       tables: [S, P] pages of all slots, P one of `live_buckets`, with those
         that these steps write; None for pages of their own.
+      slots: [R] int32 slots, each once, with all active ones; R one of
+        `decode_rows`, and tables [R, P]. None for all.
 
     Raises:
       ValueError: k is not in 1..settings.steps.
@@ -582,9 +602,9 @@ class Engine:
       raise ValueError(f'k is {k}, wanted 1..{self.settings.steps}')
     if tables is None:
       tables = self.own_tables()
-    self.programs.wait(generate_name(tables.shape[1]))
+    self.programs.wait(generate_name(*tables.shape))
     with _sends():
-      return self._generate(params, state, tables, np.int32(k))
+      return self._generate(params, state, tables, np.int32(k), slots)
 
   def prompt_logps(
       self, params: Params, padded_tokens: np.ndarray, true_length: int
@@ -712,9 +732,9 @@ class Engine:
       trace = lambda: self.trace_extend(laid_out, rows, bucket)
       return ('extend', rows, bucket), lambda: trace().lower().compile()
 
-    def generate(columns: int) -> tuple[Name, Compile]:
-      trace = lambda: self.trace_generate(laid_out, columns)
-      return generate_name(columns), lambda: trace().lower().compile()
+    def generate(rows: int, columns: int) -> tuple[Name, Compile]:
+      trace = lambda: self.trace_generate(laid_out, columns, rows)
+      return generate_name(rows, columns), lambda: trace().lower().compile()
 
     def prompt_logps(bucket: int) -> tuple[Name, Compile]:
       lower = lambda: self._prompt_logps.lower(
@@ -736,13 +756,16 @@ class Engine:
     plan += [
         extend(*pieces[0]),
         (OCCUPY, occupy),
-        generate(columns[0]),
+        generate(s.slots, columns[0]),
         (RELEASE, release),
         *(extend(*shape) for shape in pieces[1:]),
     ]
     if s.sampling.prompt_logps:
       plan += [prompt_logps(bucket) for bucket in s.prefill_buckets]
-    return [*plan, *(generate(width) for width in columns[1:])]
+    plan += [generate(s.slots, width) for width in columns[1:]]
+    fewer = () if exact else s.decode_rows[1:]
+    plan += [generate(rows, width) for width in columns for rows in fewer]
+    return plan
 
   # The same from shapes alone: nothing is compiled and no device used.
 
@@ -764,16 +787,24 @@ class Engine:
     )
     return self._extend.trace(params, self.abstract_state, vars(pieces))
 
-  def trace_generate(self, params: Params, columns: int) -> jax.stages.Traced:
+  def trace_generate(
+      self, params: Params, columns: int, rows: int | None = None
+  ) -> jax.stages.Traced:
     """`generate_steps` with tables of so many columns.
 
     Args:
       params: `jax.ShapeDtypeStruct`s with shardings.
       columns: one of `live_buckets`.
+      rows: one of `decode_rows`; None for all slots.
     """
-    tables = _integers(self.settings.slots, columns)
+    every = self.settings.slots
+    rows = every if rows is None else rows
     return self._generate.trace(
-        params, self.abstract_state, tables, _integers()
+        params,
+        self.abstract_state,
+        _integers(rows, columns),
+        _integers(),
+        None if rows == every else _integers(rows),
     )
 
   @property
@@ -913,21 +944,25 @@ class Engine:
     put = lambda x, given: x.at[slots].set(given, mode='drop')
     return dataclasses.replace(state, **jax.tree.map(put, held, changes))
 
-  def _generate_program(self, params, state, tables, k):
-    slots, most = self.settings.slots, self.settings.steps
-    everyone = jnp.arange(slots)
-    params = transformer.layers_apart(
-        self.config, params, self.mesh, self.rules
-    )
-    vocabulary = jnp.arange(self.config.padded_vocab_size)
+  def _generate_program(self, params, state, tables, k, slots=None):
+    """Of all slots, or of `slots` [R], whose tables then are [R, P]."""
+    c, most = self.config, self.settings.steps
+    at = dict(mesh=self.mesh, rules=self.rules)
+    params = transformer.layers_apart(c, params, **at)
+    vocabulary = jnp.arange(c.padded_vocab_size)
     features = self.settings.sampling
+    whole = state
+    if slots is not None:
+      state = _of_slots(state, slots)
+    rows = len(state.length)
+    everyone = jnp.arange(rows)
     blank = StepResult(
-        drawn=sampling.blank(features, slots, most),
-        valid=jnp.zeros((slots, most), bool),
+        drawn=sampling.blank(features, rows, most),
+        valid=jnp.zeros((rows, most), bool),
         active=state.active,
-        stopped=jnp.zeros((slots,), bool),
+        stopped=jnp.zeros((rows,), bool),
         steps=jnp.int32(0),
-        routing=self._blank_routing(),
+        routing=self._blank_routing(rows),
     )
 
     counts = sampling.count(
@@ -936,7 +971,7 @@ class Engine:
         state.prompt_length,
         state.length,
         state.active,
-        self.config.padded_vocab_size,
+        c.padded_vocab_size,
     )
 
     def more(carry):
@@ -947,7 +982,7 @@ class Engine:
       state, result, counts = carry
       i, position = result.steps, state.length - 1
       (logits, keys, values), experts = transformer.decode_routed(
-          self.config,
+          c,
           params,
           state.history[everyone, position],
           position,
@@ -955,8 +990,7 @@ class Engine:
           state.values,
           tables,
           state.active,
-          mesh=self.mesh,
-          rules=self.rules,
+          **at,
       )
       early = state.length < state.minimum
       forbidden = jax.lax.cond(
@@ -1008,13 +1042,15 @@ class Engine:
       return state, result, sampling.counted(counts, tokens, drew)
 
     state, result, _ = jax.lax.while_loop(more, step, (state, blank, counts))
+    if slots is not None:
+      state = _with_slots(whole, slots, state)
     return state, result
 
-  def _blank_routing(self) -> Array | None:
+  def _blank_routing(self, rows: int) -> Array | None:
     c, s = self.config, self.settings
     if not c.moe.replay:
       return None
-    shape = (s.slots, s.steps, *c.routing_shape)
+    shape = (rows, s.steps, *c.routing_shape)
     return jnp.full(shape, UNKNOWN, jnp.int16)
 
   def _prompt_logps_program(self, params, padded_tokens, true_length):
@@ -1068,6 +1104,28 @@ class Engine:
     return filled
 
 
+def _of_slots(state: DecodeState, slots: Array) -> DecodeState:
+  """The state of slots [R] alone, over the cache of all."""
+  own = dataclasses.replace(state, keys=None, values=None)
+  own = jax.tree.map(lambda x: x[slots], own)
+  return dataclasses.replace(own, keys=state.keys, values=state.values)
+
+
+def _with_slots(
+    state: DecodeState, slots: Array, own: DecodeState
+) -> DecodeState:
+  """The state with what decode steps of those slots have changed."""
+  put = lambda x, new: x.at[slots].set(new)
+  return dataclasses.replace(
+      state,
+      keys=own.keys,
+      values=own.values,
+      history=put(state.history, own.history),
+      length=put(state.length, own.length),
+      active=put(state.active, own.active),
+  )
+
+
 def _sends() -> contextlib.AbstractContextManager:
   """Around a program that takes numpy arrays: here they are meant to be sent.
 
@@ -1096,9 +1154,9 @@ def extend_name(pieces: Pieces) -> Name:
   return ('extend', *pieces.ids.shape)
 
 
-def generate_name(columns: int) -> Name:
-  """The program that decodes over page tables of this width."""
-  return ('generate', columns)
+def generate_name(rows: int, columns: int) -> Name:
+  """The program that decodes so many slots over page tables of this width."""
+  return ('generate', rows, columns)
 
 
 def prompt_logps_name(padded_tokens: np.ndarray) -> Name:

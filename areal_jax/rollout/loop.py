@@ -475,7 +475,7 @@ class EngineLoop:
       if self._pending is pending:
         self._pending = None
       self._taking = pending
-    start = time.monotonic()
+    self._paced_from, start = None, time.monotonic()
     with self._devices(engine_lib.LAY_OUT):
       params = self.engine.lay_out(weights.params)
       jax.block_until_ready(params)
@@ -602,6 +602,7 @@ class EngineLoop:
       pieces = self._cache.next_piece(long=True)
       if pieces is None:
         return
+      self._paced_from = None  # it does not come with every dispatch
       self._extend(pieces)
       if self._any_active():
         return
@@ -617,7 +618,6 @@ class EngineLoop:
 
   def _send(self, pieces: Pieces) -> None:
     """Has pieces computed; keeps what experts their tokens went to, by page."""
-    self._paced_from = None
     with self._devices(engine_lib.extend_name(pieces)):
       self._state, routing = self.engine.extend(
           self._weights.params, self._state, pieces
@@ -739,20 +739,24 @@ class EngineLoop:
       return
     version, k = self._weights.version, self._steps()
     columns = self._make_room(k)
+    slots = self._few(columns)
+    tables = self._cache.tables if slots is None else self._cache.tables[slots]
+    tables = tables[:, :columns].copy()  # they go on changing
     start = time.monotonic()
-    with self._devices(engine_lib.generate_name(columns)):
+    with self._devices(engine_lib.generate_name(*tables.shape)):
       self._state, result = self.engine.generate_steps(
           self._weights.params,
           self._state,
           k,
-          self._cache.tables[:, :columns].copy(),  # it goes on changing
+          tables,
+          slots,
       )
       # While the devices decode, and not before they do: whoever gets an answer
       # sets to work on it at once, and this thread would wait for its turn.
       self._hand_out()
       result = jax.device_get(result)
     read = time.monotonic()
-    if self._paced_from is not None:  # nothing but decoding since then
+    if self._paced_from is not None:  # decoding and admissions since then
       self._pace.took(int(result.steps), read - self._paced_from)
     self._paced_from = read
     tokens = int(result.valid.sum())
@@ -770,24 +774,25 @@ class EngineLoop:
     )
     drawn, active = result.valid.sum(axis=1).tolist(), result.active.tolist()
     cut = []  # slots that a stop string has ended before the device did
-    for slot, running in enumerate(self._slots):
+    for row, slot in enumerate(range(len(drawn)) if slots is None else slots):
+      running = self._slots[slot]
       if running is None or not running.active:
         continue
-      n = drawn[slot]  # valid steps come first: a slot never wakes up
-      tokens = result.tokens[slot, :n]
-      running.add(tokens, result.logps[slot, :n], version)
+      n = drawn[row]  # valid steps come first: a slot never wakes up
+      tokens = result.tokens[row, :n]
+      running.add(tokens, result.logps[row, :n], version)
       for name in ('raw_logps', 'top_ids', 'top_logps'):
         told = getattr(result.drawn, name)
         if told is not None:
-          getattr(running, name).append(told[slot, :n])
+          getattr(running, name).append(told[row, :n])
       if result.routing is not None:
-        running.routing.append(result.routing[slot, :n])
-      stopped = bool(result.stopped[slot])
-      stop = self._stop_string(running, tokens, active[slot], stopped)
-      if active[slot] and stop is None:
+        running.routing.append(result.routing[row, :n])
+      stopped = bool(result.stopped[row])
+      stop = self._stop_string(running, tokens, active[row], stopped)
+      if active[row] and stop is None:
         continue
       self._leave(slot, known=True)
-      if active[slot]:
+      if active[row]:
         cut.append(slot)
       if stop is not None:
         self.counts.discarded_tokens += len(running) - stop.tokens
@@ -802,6 +807,24 @@ class EngineLoop:
     if cut:
       with self._devices(engine_lib.RELEASE):
         self._state = self.engine.release(self._state, cut)
+
+  def _few(self, columns: int) -> np.ndarray | None:
+    """[R] int32 slots, the active among them, if not all need to decode.
+
+    Fewer rows round otherwise in the last bits, so it is a matter of speed
+    alone whether a program for them is used: if it is compiled by now.
+    """
+    if self.exact:
+      return None
+    active = [
+        s for s, r in enumerate(self._slots) if r is not None and r.active
+    ]
+    for rows in reversed(self.engine.settings.decode_rows[1:]):
+      name = engine_lib.generate_name(rows, columns)
+      if len(active) <= rows and self.engine.programs.ready(name):
+        others = np.setdiff1d(np.arange(len(self._slots)), active)
+        return np.array([*active, *others[: rows - len(active)]], np.int32)
+    return None
 
   def _steps(self) -> int:
     """How many steps the next dispatch takes."""

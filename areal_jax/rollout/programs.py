@@ -4,8 +4,8 @@ A plan goes in: names of programs in the order in which a run will need them,
 and for each a function that compiles it from shapes alone. One thread works it
 off while weights are loaded and the first requests are served. Whoever is about
 to call a program waits for that one, and what is waited for comes next. Which
-program is called never depends on what is ready: the same run would say
-something else on a slower machine.
+program is called depends on what is ready in one case alone, that of decode
+steps for few slots, which loops that repeat a run bit by bit do not take.
 
 Nothing of a program is kept here. `jitted.lower(shapes).compile()` leaves it
 where a call of `jitted` with such arguments finds it (jax 0.10.2; a test would

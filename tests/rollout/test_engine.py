@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.config import ConfigError
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import mesh_of
 from areal_jax.models import transformer
@@ -199,6 +200,36 @@ def test_released_slot_draws_nothing_more(engine):
   assert int(result.steps) == 0 and not result.valid.any()
 
 
+def test_slots_that_are_not_meant_stand_still(engine):
+  weights = tiny.params()
+  requests = [tiny.request(f'{i}', new=20, draw=i) for i in range(3)]
+  state = start(engine, weights, requests, [0, 1, 3])
+  before = jax.device_get((state.history, state.length, state.active))
+  tables, slots = engine.own_tables(), np.array([3, 0], np.int32)
+  state, result = engine.generate_steps(weights, state, 8, tables[slots], slots)
+  after = jax.device_get((state.history, state.length, state.active))
+  for was, now in zip(before, after):
+    np.testing.assert_array_equal(was[[1, 2]], now[[1, 2]])
+  assert after[1][[3, 0]].tolist() == (before[1][[3, 0]] + 8).tolist()
+  for row, slot in enumerate(slots):
+    wanted, _ = answer(engine, weights, requests[min(slot, 2)])
+    assert np.asarray(result.tokens)[row].tolist() == wanted[:8]
+  # And they go on as if nothing had happened.
+  ids, _, _ = finish(engine, weights, state)
+  assert ids[1] == answer(engine, weights, requests[1])[0]
+  assert ids[0] == answer(engine, weights, requests[0])[0][8:]
+
+
+def test_few_rows_are_halves_of_all_slots():
+  rows = lambda slots, halvings: EngineSettings(
+      slots=slots, halvings=halvings
+  ).decode_rows
+  assert rows(64, 2) == (64, 32, 16) and rows(64, 0) == (64,)
+  assert rows(20, 9) == (20, 10, 5) and rows(8, 2) == (8,)
+  with pytest.raises(ConfigError, match='e.halvings is -1, wanted at least 0'):
+    EngineSettings(halvings=-1).validate('e')
+
+
 def test_finished_slot_is_reused_without_a_trace(engine):
   weights = tiny.params()
   long = tiny.request('long', range(1, 25), new=30, draw=1)
@@ -320,19 +351,25 @@ def test_nothing_compiles_after_warm_up(engine):
 
 
 def test_programs_are_planned_in_the_order_of_need():
-  settings = EngineSettings(**{**SETTINGS, 'max_length': 256, 'page_size': 16})
+  settings = EngineSettings(
+      **{**SETTINGS, 'slots': 20, 'max_length': 256, 'page_size': 16}
+  )
   engine = Engine(tiny.config(), settings, tiny.mesh(), Rules())
   plan = lambda exact: [
       name for name, _ in engine._plan(engine.abstract_weights(), exact)
   ]
   rows = settings.rows_for(0, 16)
   first = [('init',), ('lay_out',), ('extend', rows, 16), ('occupy',)]
-  assert plan(False)[:6] == [*first, ('generate', 4), ('release',)]
+  assert plan(False)[:6] == [*first, ('generate', 20, 4), ('release',)]
   assert len(set(plan(False))) == len(plan(False))
-  widths = [name[1] for name in plan(False) if name[0] == 'generate']
-  assert widths == [4, 8, 16]
-  # Loops that are exact take one sequence at a time and one width.
-  assert [n for n in plan(True) if n[0] == 'generate'] == [('generate', 16)]
+  decodes = [name[1:] for name in plan(False) if name[0] == 'generate']
+  # Those for few slots last: all of a run can do without them.
+  assert decodes == [(20, 4), (20, 8), (20, 16), *(
+      (rows, width) for width in (4, 8, 16) for rows in (10, 5)
+  )]  # fmt: skip
+  assert plan(False)[-6:] == [('generate', *name) for name in decodes[3:]]
+  # Loops that are exact take one sequence at a time, all slots and one width.
+  assert [n for n in plan(True) if n[0] == 'generate'] == [('generate', 20, 16)]
   pieces = [name[1:] for name in plan(True) if name[0] == 'extend']
   assert pieces == [(1, bucket) for bucket in settings.piece_buckets]
 

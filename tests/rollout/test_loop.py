@@ -278,9 +278,9 @@ def test_dispatches_end_with_a_limit_where_requests_wait(engine, monkeypatch):
   asked = []
   dispatch = engine.generate_steps
 
-  def recorded(params, state, k, tables):
+  def recorded(params, state, k, *more):
     asked.append(k)
-    return dispatch(params, state, k, tables)
+    return dispatch(params, state, k, *more)
 
   monkeypatch.setattr(engine, 'generate_steps', recorded)
   with Running(engine, weights=False) as running:
@@ -526,7 +526,7 @@ class Late:
 
 
 @pytest.mark.parametrize(
-    'name', [('init',), ('extend', 1, 16), ('occupy',), ('generate', 8)]
+    'name', [('init',), ('extend', 1, 16), ('occupy',), ('generate', 4, 8)]
 )
 def test_loop_waits_for_a_program_and_says_so(engine, monkeypatch, name):
   late, lock = Late(engine, monkeypatch, name), threading.Lock()
@@ -848,9 +848,9 @@ def test_answers_are_the_same_however_wide_the_tables_are(
   widths = []
   dispatch = wide.generate_steps
 
-  def recorded(params, state, k, tables):
+  def recorded(params, state, k, tables, slots):
     widths.append(tables.shape[1])
-    return dispatch(params, state, k, tables)
+    return dispatch(params, state, k, tables, slots)
 
   monkeypatch.setattr(wide, 'generate_steps', recorded)
   short = tiny.request('short', new=20)
@@ -870,6 +870,55 @@ def test_answers_are_the_same_however_wide_the_tables_are(
   check_labels(short, late['short'])
   if exact:
     assert late['short'].logps.tolist() == alone['short'].logps.tolist()
+
+
+@pytest.fixture(scope='module')
+def broad():
+  """Decode steps of 16 slots, or of 8."""
+  settings = dataclasses.replace(SETTINGS, slots=16)
+  assert settings.decode_rows == (16, 8)
+  return Engine(tiny.config(), settings, tiny.mesh(), Rules())
+
+
+@pytest.mark.parametrize('exact', [False, True])
+def test_few_who_are_left_decode_by_themselves(broad, exact, monkeypatch):
+  rows = []
+  dispatch = broad.generate_steps
+
+  def recorded(params, state, k, tables, slots):
+    rows.append(len(tables))
+    assert slots is None or len(set(slots.tolist())) == len(slots) == 8
+    return dispatch(params, state, k, tables, slots)
+
+  monkeypatch.setattr(broad, 'generate_steps', recorded)
+  # Those who are left sit between slots whose answers have ended.
+  requests = [
+      tiny.request(f'{i}', new=24 if i % 5 == 1 else 4, draw=i)
+      for i in range(16)
+  ]
+  got, _ = ask(broad, requests, exact=exact)
+  assert rows == ([16] * 6 if exact else [16] + [8] * 5)
+  alone, _ = ask(broad, requests[1:2], exact=exact)
+  same_answers({'1': got['1']}, alone)
+  for request in requests:
+    check_labels(request, got[request.request_id])
+
+
+def test_program_of_few_rows_is_never_waited_for(broad, monkeypatch):
+  monkeypatch.setattr(
+      broad.programs, 'ready', lambda name: name[:2] != ('generate', 8)
+  )
+  monkeypatch.setattr(broad.programs, 'wait', lambda *_: True)
+  rows = []
+  dispatch = broad.generate_steps
+
+  def recorded(params, state, k, tables, slots):
+    rows.append(len(tables))
+    return dispatch(params, state, k, tables, slots)
+
+  monkeypatch.setattr(broad, 'generate_steps', recorded)
+  ask(broad, [tiny.request('r', new=8)])
+  assert rows == [16, 16]
 
 
 @pytest.mark.parametrize('exact', [True, False])
@@ -1135,8 +1184,8 @@ def test_stop_strings_without_a_tokenizer_are_refused(engine):
 class Forgetful(Engine):
   """Planted fault: a decode step is handed an array of the host."""
 
-  def generate_steps(self, params, state, k, tables=None):
-    state, result = super().generate_steps(params, state, k, tables)
+  def generate_steps(self, params, state, *more):
+    state, result = super().generate_steps(params, state, *more)
     everyone = np.zeros(self.settings.slots, np.int32)
     return dataclasses.replace(state, length=state.length + everyone), result
 
