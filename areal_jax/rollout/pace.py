@@ -30,7 +30,7 @@ class Pace:
     self._answers = np.zeros(2)  # number, tokens
 
   def took(self, steps: int, seconds: float) -> None:
-    """A dispatch, with all that the host did for it."""
+    """A dispatch, with the admissions before it and all that the host did."""
     new = [1, steps, steps**2, seconds, steps * seconds]
     self._sums = _DECAY * self._sums + new
 
