@@ -86,7 +86,8 @@ class EngineSettings:
     steps: k, most decode steps a dispatch.
     halvings: times that the slots of a decode step may be halved where few of
       them are active, as when the last answers of a batch are awaited; each is
-      one program more for each width of the page tables.
+      one program more for each width of the page tables, compiled when it would
+      have been of use some times.
     chunk: most tokens that one prefill program computes, rows and all; longer
       prompts come in pieces, with decode steps in between.
     prefill_rows: most sequences that one prefill program computes pieces of.
@@ -687,7 +688,7 @@ class Engine:
     if self._planned_for is not None:
       self.programs.wait_for_all()
     self._planned_for = asked
-    self.programs.plan(self._plan(weights, exact))
+    self.programs.plan(*self._plan(weights, exact))
 
   def warm_up(self, params: Params) -> None:
     """Compiles every program that a run can need, and waits for all of them.
@@ -701,8 +702,13 @@ class Engine:
     self.compile_ahead(params)
     self.programs.wait_for_all()
 
-  def _plan(self, weights: Params, exact: bool) -> list[tuple[Name, Compile]]:
-    """What to compile for weights of these shapes, in the order of need."""
+  def _plan(
+      self, weights: Params, exact: bool
+  ) -> tuple[list[tuple[Name, Compile]], list[tuple[Name, Compile]]]:
+    """What to compile for weights of these shapes, in the order of need.
+
+    And what a run can do without: decode steps of few slots.
+    """
     s, integers, state = self.settings, _integers, self.abstract_state
     laid_out = weights
 
@@ -762,10 +768,11 @@ class Engine:
     ]
     if s.sampling.prompt_logps:
       plan += [prompt_logps(bucket) for bucket in s.prefill_buckets]
-    plan += [generate(s.slots, width) for width in columns[1:]]
-    fewer = () if exact else s.decode_rows[1:]
-    plan += [generate(rows, width) for width in columns for rows in fewer]
-    return plan
+    return [*plan, *(generate(s.slots, width) for width in columns[1:])], [
+        generate(rows, width)
+        for width in columns
+        for rows in (() if exact else s.decode_rows[1:])
+    ]
 
   # The same from shapes alone: nothing is compiled and no device used.
 

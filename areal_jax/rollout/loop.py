@@ -73,6 +73,7 @@ SwapMode = Literal['recompute', 'keep', 'drain', 'restart']
 Health = Literal['waiting', 'busy', 'dead']
 Params = Any
 
+_WORTH_COMPILING = 32  # dispatches
 _SHOWN = 8  # slots that an explanation lists
 _NOTHING = 'nothing yet'
 _WAITS = 'waits for requests or weights'
@@ -237,6 +238,8 @@ class EngineLoop:
     self._routing: dict[int, np.ndarray] = {}
     self._release_idle = release_idle
     self._pace = Pace(engine.settings.steps)
+    # Dispatches that a program for few slots would have served.
+    self._missed: collections.Counter[Name] = collections.Counter()
     self._paced_from: float | None = None  # when the last dispatch was read
     # Ended, their slots free again, and not answered yet.
     self._finished: list[tuple[Any, ...]] = []
@@ -811,8 +814,9 @@ class EngineLoop:
   def _few(self, columns: int) -> np.ndarray | None:
     """[R] int32 slots, the active among them, if not all need to decode.
 
-    Fewer rows round otherwise in the last bits, so it is a matter of speed
-    alone whether a program for them is used: if it is compiled by now.
+    A program for few is worth its compilation only if it would be used often.
+    All slots can do the same until it is there; fewer rows round otherwise in
+    the last bits, which an exact loop may not.
     """
     if self.exact:
       return None
@@ -820,8 +824,13 @@ class EngineLoop:
         s for s, r in enumerate(self._slots) if r is not None and r.active
     ]
     for rows in reversed(self.engine.settings.decode_rows[1:]):
+      if len(active) > rows:
+        continue
       name = engine_lib.generate_name(rows, columns)
-      if len(active) <= rows and self.engine.programs.ready(name):
+      self._missed[name] += 1
+      if self._missed[name] == _WORTH_COMPILING:
+        self.engine.programs.want(name)
+      if self.engine.programs.ready(name):
         others = np.setdiff1d(np.arange(len(self._slots)), active)
         return np.array([*active, *others[: rows - len(active)]], np.int32)
     return None

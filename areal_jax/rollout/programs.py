@@ -38,31 +38,44 @@ class Programs:
     self._changed = threading.Condition()
     self._executor: concurrent.futures.ThreadPoolExecutor | None = None
     self._queue: dict[Name, Compile] = {}  # in the order of need
+    self._later: dict[Name, Compile] = {}  # not before somebody wants them
     # Begun or done. What is in neither was not planned, or is given up.
     self._begun: dict[Name, concurrent.futures.Future] = {}
     self._doing: tuple[Name, float] | None = None
 
-  def plan(self, work: Sequence[tuple[Name, Compile]]) -> None:
+  def plan(
+      self,
+      work: Sequence[tuple[Name, Compile]],
+      later: Sequence[tuple[Name, Compile]] = (),
+  ) -> None:
     """Has programs compiled, in this order, behind those planned before.
 
     Args:
       work: names, each once, and what compiles them. A name planned before is
         compiled again, for other arguments.
+      later: those that a run can do without: compiled when they are wanted.
     """
     with self._changed:
-      for name, compile_ in work:
-        self._queue[name] = compile_
+      self._queue.update(work)
+      self._later.update(later)
+      for name, _ in (*work, *later):
         self._begun.pop(name, None)
-      if self._executor is None and self._queue:
-        self._executor = concurrent.futures.ThreadPoolExecutor(
-            1, thread_name_prefix='programs'
-        )
-        self._next()
+      self._start()
+
+  def want(self, name: Name) -> None:
+    """Has a program compiled that was planned for later; waits for nothing."""
+    with self._changed:
+      if name in self._later:
+        self._queue[name] = self._later[name]
+        del self._later[name]  # last, for `ready` takes no lock
+        self._start()
 
   def ready(self, name: Name) -> bool:
     """Whether a call would not wait: it is done, failed, or not planned."""
     future = self._begun.get(name)
-    return future.done() if future else name not in self._queue
+    if future:
+      return future.done()
+    return name not in self._later and name not in self._queue
 
   def wait(
       self, name: Name, given_up: Callable[[], bool] = lambda: False
@@ -80,6 +93,7 @@ class Programs:
       Exception: what its compilation raised, as often as somebody asks.
     """
     if not self.ready(name):
+      self.want(name)
       with self._changed:
         if name in self._queue:
           self._queue = {name: self._queue[name], **self._queue}
@@ -94,7 +108,7 @@ class Programs:
   def wait_for_all(self) -> None:
     """Waits until everything planned is compiled; raises what went wrong."""
     with self._changed:
-      names = [*self._begun, *self._queue]
+      names = [*self._begun, *self._queue, *self._later]
     for name in names:
       self.wait(name)
 
@@ -110,6 +124,7 @@ class Programs:
     """
     with self._changed:
       self._queue.clear()
+      self._later.clear()
       self._changed.notify_all()
       executor = self._executor
     if executor is not None:
@@ -130,6 +145,14 @@ class Programs:
         f'compiles {text_of(name)} for {time.monotonic() - since:.1f} s,'
         f' {len(self._queue)} programs to follow'
     )
+
+  def _start(self) -> None:
+    """Sets the thread to work; `_changed` is held."""
+    if self._executor is None and self._queue:
+      self._executor = concurrent.futures.ThreadPoolExecutor(
+          1, thread_name_prefix='programs'
+      )
+      self._next()
 
   def _next(self) -> None:
     """Begins with the next program; `_changed` is held."""

@@ -11,6 +11,8 @@ import pytest
 
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
+from areal_jax.rollout import engine as engine_lib
+from areal_jax.rollout import loop as loop_lib
 from areal_jax.rollout.client import EngineClient, echoed, generate_samples
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.loop import EngineLoop, EngineStopped
@@ -904,21 +906,30 @@ def test_few_who_are_left_decode_by_themselves(broad, exact, monkeypatch):
     check_labels(request, got[request.request_id])
 
 
-def test_program_of_few_rows_is_never_waited_for(broad, monkeypatch):
-  monkeypatch.setattr(
-      broad.programs, 'ready', lambda name: name[:2] != ('generate', 8)
-  )
-  monkeypatch.setattr(broad.programs, 'wait', lambda *_: True)
+def test_program_of_few_rows_is_compiled_when_it_would_often_be_used(
+    monkeypatch,
+):
+  settings = dataclasses.replace(SETTINGS, slots=16)
+  engine = Engine(tiny.config(), settings, tiny.mesh(), Rules())
+  engine.compile_ahead(engine.abstract_weights())
+  name = engine_lib.generate_name(8, 8)
   rows = []
-  dispatch = broad.generate_steps
+  dispatch = engine.generate_steps
 
   def recorded(params, state, k, tables, slots):
     rows.append(len(tables))
+    if len(rows) == loop_lib._WORTH_COMPILING:
+      engine.programs.wait(name)  # as if it took no time
     return dispatch(params, state, k, tables, slots)
 
-  monkeypatch.setattr(broad, 'generate_steps', recorded)
-  ask(broad, [tiny.request('r', new=8)])
-  assert rows == [16, 16]
+  monkeypatch.setattr(engine, 'generate_steps', recorded)
+  asked = [tiny.request(f'{i}', new=40, draw=i) for i in range(5)]
+  with Running(engine) as running:
+    for request in asked:  # one after another, 10 dispatches each
+      running.submit(request)
+      running.wait(1 + asked.index(request))
+  few = rows.index(8)
+  assert few == loop_lib._WORTH_COMPILING and set(rows[few + 1 :]) == {8}
 
 
 @pytest.mark.parametrize('exact', [True, False])

@@ -70,6 +70,23 @@ def test_what_is_waited_for_comes_next_and_alone(made):
   assert not programs.ready(B)
 
 
+def test_what_is_planned_for_later_is_compiled_when_it_is_wanted(made):
+  programs, work = made
+  d, e = ('d', 4), ('e', 5)
+  programs.plan([], later=work(d, e))
+  work.let(A, B, C, d, e)
+  for name in (A, B, C):
+    programs.wait(name)
+  assert work.begun == [A, B, C]
+  assert not programs.ready(d) and not programs.ready(e)
+  programs.want(e)
+  assert programs.wait(e) and work.begun[3:] == [e]
+  # Whoever waits for it wants it; what is wanted again comes once.
+  programs.want(e)
+  programs.wait_for_all()
+  assert work.begun[3:] == [e, d]
+
+
 def test_what_nobody_planned_is_not_waited_for(made):
   programs, _ = made
   assert programs.ready(('d', 4))
