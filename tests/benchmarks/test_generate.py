@@ -200,6 +200,7 @@ def test_gap_is_of_tokens_behind_a_swap(ours):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_short_run_prints_a_table():
   command = [sys.executable, '-m', 'benchmarks.generate', '--short']
   done = subprocess.run(

@@ -95,6 +95,7 @@ def test_picture_has_a_column_for_each_axis(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_short_run_prints_a_table(tmp_path):
   path = tmp_path / 'growth.png'
   command = [sys.executable, '-m', 'benchmarks.growth', '--short']

@@ -109,6 +109,7 @@ def test_characters_are_tokens_and_the_reward_is_a_coin():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_short_run_prints_a_table():
   command = [sys.executable, '-m', 'benchmarks.loop', '--short']
   done = subprocess.run(

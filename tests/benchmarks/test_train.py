@@ -75,6 +75,7 @@ def test_operations_of_a_step_by_hand():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_short_run_prints_a_table():
   command = [sys.executable, '-m', 'benchmarks.train', '--short']
   done = subprocess.run(

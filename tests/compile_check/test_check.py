@@ -211,9 +211,7 @@ def test_phases_on_the_same_chips_leave_each_other_the_room(tmp_path):
     slices = cut(topology.devices(), prepared.settings.mesh)
     train = TrainSide(prepared, slices, topology, Rules())
     rollout = RolloutSide(prepared, slices, topology, Rules())
-    programs = with_programs(
-        accumulate=10**6, apply=0, generate=10**7
-    )
+    programs = with_programs(accumulate=10**6, apply=0, generate=10**7)
     both[eta] = (
         train.holding(programs, 1e12, rollout.beside),
         rollout.holding(programs, 1e12, train.beside),
@@ -255,7 +253,9 @@ def test_a_path_with_a_published_name_needs_no_files(tmp_path):
     prepare_shapes(small)
 
 
-def run_door(*arguments: str) -> subprocess.CompletedProcess:
+def run_door(
+    *arguments: str, timeout: float = 170
+) -> subprocess.CompletedProcess:
   """The command line, without the pretended devices of the tests."""
   environment = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
   return subprocess.run(
@@ -264,7 +264,7 @@ def run_door(*arguments: str) -> subprocess.CompletedProcess:
       env=environment,
       capture_output=True,
       text=True,
-      timeout=170,
+      timeout=timeout,
   )
 
 
@@ -340,7 +340,11 @@ def test_planted_policy_that_is_too_large_for_a_tpu_does_not_fit(tmp_path):
 )
 def test_the_experiment_fits_the_machine_that_it_is_for(config, topology):
   child = run_door(
-      f'--config={config}', f'--topology={topology}', '--json', '--search=0'
+      f'--config={config}',
+      f'--topology={topology}',
+      '--json',
+      '--search=0',
+      timeout=1150,
   )
   assert child.returncode == 0, child.stdout + child.stderr
   assert json.loads(child.stdout)['fits'] is True
