@@ -5,16 +5,24 @@ import numpy as np
 from benchmarks import attention
 
 
-def test_memory_is_compared_between_lengths_and_time_with_the_plain_form(
+def test_memory_is_compared_between_lengths_and_time_with_other_forms(
     monkeypatch,
 ):
   monkeypatch.setattr(attention, '_TOKENS', 32)
   rows = attention.rows_of([32, 64], plain=32, answers=8, repeats=1)
   found = {row.row: row for row in rows}
-  assert found['32 tokens: plain over chosen, time'].bar == '>= 0.9'
+  times = {
+      name: found[f'32 tokens, {name}: ms'].value
+      for name in ('by_head (chosen)', 'grouped', 'blockwise')
+  }
+  choice = found['32 tokens: fastest over chosen, time']
+  others = times['grouped'], times['blockwise']
+  assert choice.value == min(others) / times['by_head (chosen)']
+  assert choice.bar == '>= 0.9'
   assert '64 tokens, grouped: ms' not in found
+  assert attention.chosen(256) == 'blockwise'
   growth = found['64 tokens: memory over that of half']
-  sizes = [found[f'{n} tokens, auto: MB'].value for n in (32, 64)]
+  sizes = [found[f'{n} tokens, by_head (chosen): MB'].value for n in (32, 64)]
   assert growth.value == sizes[1] / sizes[0] and growth.bar == '<= 2.3'
 
 
