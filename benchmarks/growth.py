@@ -250,7 +250,7 @@ def decode_point(config: ModelConfig, length: int, at: int) -> Point:
 
   def call() -> Any:
     nonlocal state, result
-    state, result = program(params, state, tables, steps)
+    state, result = program(params, state, tables, steps, None)  # all slots
     return result
 
   result = None
