@@ -31,7 +31,6 @@ from areal_jax.experiment import (
     prepare,
     warm_started,
 )
-from areal_jax.mesh.host import keep_freed_memory
 from areal_jax.mesh.program_cache import keep_programs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, machine_devices
@@ -82,8 +81,6 @@ def run(experiment: Experiment) -> Replayed:
   _require_same(prepared, schedule, saved)
   keep_programs()
   devices = machine_devices(settings.mesh)
-  if devices[0].platform == 'cpu':
-    keep_freed_memory()
   slices, rules = cut(devices, settings.mesh), Rules()
   progress = Progress(last)
   try:

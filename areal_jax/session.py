@@ -63,7 +63,6 @@ from areal_jax.experiment import (
     warm_started,
 )
 from areal_jax.ledger import Ledger
-from areal_jax.mesh.host import keep_freed_memory
 from areal_jax.mesh.program_cache import keep_programs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, machine_devices
@@ -148,8 +147,6 @@ def run(experiment: Experiment) -> Result:
     return summary
   keep_programs()
   devices = machine_devices(settings.mesh)
-  if devices[0].platform == 'cpu':
-    keep_freed_memory()
   slices = cut(devices, settings.mesh)
   rules = Rules()
   with contextlib.ExitStack() as stack:

@@ -41,7 +41,6 @@ import jax
 import numpy as np
 
 from areal_jax.config import resolve
-from areal_jax.mesh.host import keep_freed_memory
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import (
     MeshSettings,
@@ -348,7 +347,6 @@ def main(argv: Sequence[str]) -> None:
   """Prints the table and the JSON line."""
   del argv
   machine_devices(MeshSettings(TrainMesh(fsdp=4), RolloutMesh(replicas=4)))
-  keep_freed_memory()  # as a run does on a CPU
   short = flags.FLAGS.short
   repeats = 3 if short else 7
   rows = []

@@ -26,7 +26,6 @@ import jax
 import numpy as np
 
 from areal_jax.mesh import slices
-from areal_jax.mesh.host import keep_freed_memory
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
@@ -413,7 +412,6 @@ def show_parts(
   unknown = sorted(set(flags.FLAGS.only) - parts.keys())
   if unknown:
     raise app.UsageError(f'--only is {unknown}, wanted some of {[*parts]}')
-  keep_freed_memory()
   with started(config, scripts) as peers:
     rounds = 1 if flags.FLAGS.short else flags.FLAGS.rounds
     rows = measure(peers, rounds, flags.FLAGS.only or [*parts])

@@ -27,6 +27,7 @@ from jax.experimental import mesh_utils
 import numpy as np
 
 from areal_jax.config import ConfigError, require
+from areal_jax.mesh import host
 
 # Every mesh has all of them (those that it does not use with size 1), so that
 # one Rules serves any mesh. From the one that speaks least over its links to
@@ -133,6 +134,8 @@ def devices_needed(settings: MeshSettings) -> int:
 def machine_devices(settings: MeshSettings) -> Sequence[jax.Device]:
   """The machine's devices; on a CPU, as many pretended ones as are needed.
 
+  On a CPU, the allocator keeps from then on what is freed (`host.py`).
+
   Has an effect only before jax starts: a process that has started it already
   (a notebook, a test) keeps its devices, and so does one with real ones.
   """
@@ -145,6 +148,8 @@ def machine_devices(settings: MeshSettings) -> Sequence[jax.Device]:
   if forced not in os.environ.get('XLA_FLAGS', ''):
     with contextlib.suppress(RuntimeError):
       jax.config.update('jax_num_cpu_devices', devices_needed(settings))
+  if host.computes():
+    host.keep_freed_memory()
   return jax.devices()
 
 

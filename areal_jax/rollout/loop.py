@@ -73,7 +73,7 @@ SwapMode = Literal['recompute', 'keep', 'drain', 'restart']
 Health = Literal['waiting', 'busy', 'dead']
 Params = Any
 
-_WORTH_COMPILING = 32  # dispatches
+_WORTH_COMPILING = 8  # dispatches
 _SHOWN = 8  # slots that an explanation lists
 _NOTHING = 'nothing yet'
 _WAITS = 'waits for requests or weights'

@@ -1,9 +1,12 @@
 """The allocator's settings, each in a process of its own."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from areal_jax.mesh import host
 
 CODE = """
 import resource
@@ -24,9 +27,32 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(keep: bool) -> int:
+PROGRAM = """
+import resource
+import jax, jax.numpy as jnp
+from areal_jax.mesh.host import keep_freed_memory
+from areal_jax.mesh.slices import MeshSettings, machine_devices
+
+if {keep}:
+  machine_devices(MeshSettings(colocated=True))
+else:  # planted fault: the devices' threads have their heaps by then
+  jax.devices()
+  assert keep_freed_memory()
+
+x = jnp.ones(2**24)  # 64 MB, and as much for a while
+program = jax.jit(lambda x: (jnp.sort(x) * 2).sum())
+program(x).block_until_ready()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+  program(x).block_until_ready()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(keep: bool, code: str = CODE) -> int:
   child = subprocess.run(
-      [sys.executable, '-c', CODE.format(keep=keep)],
+      [sys.executable, '-c', code.format(keep=keep)],
+      env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
       capture_output=True,
       text=True,
       timeout=60,
@@ -40,3 +66,30 @@ def test_freed_memory_is_used_again_without_page_faults():
   kept, returned = faults(True), faults(False)
   # 16,384 pages of 4 kB each time, or a few huge ones.
   assert kept < returned / 10
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='settings of glibc')
+def test_devices_of_the_host_begin_behind_the_settings_of_its_allocator():
+  # 16,384 pages at a time, if programs map and unmap their memory.
+  assert faults(True, PROGRAM) < faults(False, PROGRAM) / 3
+
+
+@pytest.mark.parametrize(
+    'asked, expected', [('cpu', True), ('tpu', False), ('cuda,cpu', False)]
+)
+def test_what_jax_is_asked_for_says_whether_the_host_computes(
+    monkeypatch, asked, expected
+):
+  monkeypatch.setenv('JAX_PLATFORMS', asked)
+  assert host.computes() == expected
+
+
+@pytest.mark.parametrize('there', [True, False])
+def test_device_files_say_it_where_jax_is_asked_for_nothing(
+    monkeypatch, tmp_path, there
+):
+  monkeypatch.delenv('JAX_PLATFORMS', raising=False)
+  monkeypatch.setattr(host, '_DEVICE_FILES', (f'{tmp_path}/accel*',))
+  if there:
+    (tmp_path / 'accel0').touch()
+  assert host.computes() != there
