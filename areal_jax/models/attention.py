@@ -43,6 +43,8 @@ CACHE_AXES = ('layer', 'pages', 'page', 'kv_heads', 'head')
 
 # Cached tokens that `attend_behind` reads at a time.
 _BLOCK = 128
+# Cached tokens of a slot that `attend_side_by_side` reads at a time.
+_LIVE = 2048
 
 
 @jax.tree_util.register_dataclass
@@ -491,11 +493,7 @@ def attend_behind(
         values[layer, at].reshape(b, block, kv_heads, h),
         seen,
     )
-    best = jnp.maximum(carry[0], new[0])
-    old_scale, new_scale = jnp.exp(carry[0] - best), jnp.exp(new[0] - best)
-    return best, *(
-        x * old_scale + y * new_scale for x, y in zip(carry[1:], new[1:])
-    )
+    return _together(carry, new)
 
   first = 0
   if isinstance(window, int):
@@ -615,7 +613,9 @@ def attend_gathered(
 ) -> Array:
   """The plain form; arguments as in `attend_paged`."""
   s, n, h = q.shape
-  k, v, seen = _gathered(keys, values, layer, page_table, positions, window)
+  page_table, first = _columns(page_table, positions, keys.shape[2], window)
+  read = keys, values, layer, page_table, first, positions, window
+  k, v, seen = _gathered(*read)
   k, v = (x.reshape(*x.shape[:2], -1, h) for x in (k, v))
   scores = jnp.einsum(
       'skrh,sckh->skrc',
@@ -651,35 +651,75 @@ def attend_side_by_side(
   products by K and saves the transpositions of keys and values. On two busy
   cores 225 us instead of 873 at (S, C, N, K, H) = (64, 80, 4, 2, 64); the
   gather is 40 of them.
+
+  Long sequences are read in blocks and put together as in `attend_behind`, so
+  that what is gathered stays in a cache until it is used.
   """
   s, n, h = q.shape
-  k, v, seen = _gathered(keys, values, layer, page_table, positions, window)
-  kv_heads = k.shape[2] // h
+  page = keys.shape[2]
+  kv_heads = math.prod(keys.shape[3:]) // h
   group = n // kv_heads
   own = jnp.repeat(jnp.eye(kv_heads, dtype=q.dtype), group, axis=0)  # [N, K]
   q = (q[:, :, None] * own[:, :, None]).reshape(s, n, kv_heads * h)
-  # Many rows times few; the other way round takes 1.6 times as long. The
-  # barrier keeps the small transposition out of the product.
-  scores = jax.lax.optimization_barrier(
-      jnp.einsum('scd,snd->scn', k, q, preferred_element_type=jnp.float32)
-  )
-  scores = capped(jnp.swapaxes(scores, 1, 2), cap)
-  weights = jax.nn.softmax(jnp.where(seen[:, None], scores, MASKED))
-  mixed = jnp.einsum(
-      'snc,scd->snd',
-      weights.astype(v.dtype),
-      v,
-      preferred_element_type=jnp.float32,
-  )
-  mixed = mixed.reshape(s, kv_heads, group, kv_heads, h)
+  page_table, first = _columns(page_table, positions, page, window)
+
+  def part(page_table, first):
+    """Largest score [S, N, 1], sum of exp, and mixture [S, N, K · H]."""
+    read = keys, values, layer, page_table, first, positions, window
+    k, v, seen = _gathered(*read)
+    # Many rows times few; the other way round takes 1.6 times as long. The
+    # barrier keeps the small transposition out of the product.
+    scores = jax.lax.optimization_barrier(
+        jnp.einsum('scd,snd->scn', k, q, preferred_element_type=jnp.float32)
+    )
+    scores = capped(jnp.swapaxes(scores, 1, 2), cap)
+    scores = jnp.where(seen[:, None], scores, MASKED)
+    best = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - best)
+    mixed = jnp.einsum(
+        'snc,scd->snd',
+        weights.astype(v.dtype),
+        v,
+        preferred_element_type=jnp.float32,
+    )
+    return best, weights.sum(-1, keepdims=True), mixed
+
+  columns = max(1, _LIVE // page)
+  block = columns * page
+  if page_table.shape[1] <= columns:
+    _, total, mixed = part(page_table, first)
+  else:
+    spare = -page_table.shape[1] % columns
+    page_table = jnp.pad(page_table, ((0, 0), (0, spare)))
+
+    def add(i, carry):
+      at = jax.lax.dynamic_slice_in_dim(page_table, i * columns, columns, 1)
+      return _together(carry, part(at, first + i * block))
+
+    # A slot that is done may stand anywhere.
+    blocks = jnp.minimum(
+        (positions - first).max() // block + 1, page_table.shape[1] // columns
+    )
+    _, total, mixed = jax.lax.fori_loop(
+        1, blocks, add, part(page_table[:, :columns], first)
+    )
+  mixed = (mixed / total).reshape(s, kv_heads, group, kv_heads, h)
   return jnp.stack(
       [mixed[:, head, :, head] for head in range(kv_heads)], 1
   ).reshape(s, n, h)
 
 
-def _gathered(keys, values, layer, page_table, positions, window):
-  """Keys and values [S, C, K · H] of the slots' pages, and [S, C] bool seen."""
-  page = keys.shape[2]
+def _together(one, other):
+  """Of (largest score, sum of exp, mixture) of two parts, those of both."""
+  best = jnp.maximum(one[0], other[0])
+  scales = jnp.exp(one[0] - best), jnp.exp(other[0] - best)
+  return best, *(
+      x * scales[0] + y * scales[1] for x, y in zip(one[1:], other[1:])
+  )
+
+
+def _columns(page_table, positions, page, window):
+  """Pages that slots see by their window, and [S] the first one's position."""
   first = jnp.zeros_like(positions)
   if isinstance(window, int):
     # So many pages hold a window, wherever it begins.
@@ -689,8 +729,13 @@ def _gathered(keys, values, layer, page_table, positions, window):
       read = first[:, None] + jnp.arange(columns)
       # Columns beyond the last are read again, and lie ahead of the query.
       page_table = jnp.take_along_axis(page_table, read, axis=1, mode='clip')
-  context = page_table.shape[1] * page
-  places = first[:, None] * page + jnp.arange(context)
+  return page_table, first * page
+
+
+def _gathered(keys, values, layer, page_table, first, positions, window):
+  """Keys and values [S, C, K · H] of pages, and [S, C] bool seen."""
+  context = page_table.shape[1] * keys.shape[2]
+  places = first[:, None] + jnp.arange(context)
   seen = places <= positions[:, None]
   if window is not None:
     seen &= places > positions[:, None] - window_tokens(window)

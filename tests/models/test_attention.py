@@ -326,6 +326,38 @@ def test_kernels_over_pages_walk_slots_of_unlike_lengths(form):
   np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
+@pytest.mark.parametrize('window', [None, 300, np.int32(300)], ids=repr)
+def test_long_sequences_are_read_in_blocks_on_a_cpu(window, monkeypatch):
+  # Five blocks of 256 positions, the last of them two pages.
+  page, columns, slots = 64, 18, 4
+  q, keys, values = _cache(slots, 2, columns * slots, page)
+  table = np.random.default_rng(4).permutation(columns * slots)
+  table = table.reshape(slots, columns)
+  positions = np.array([page * columns - 1, 7, 700, 256])
+  more = dict(window=window, cap=2.0)
+
+  def compiled(live):
+    monkeypatch.setattr(attention, '_LIVE', live)
+    program = functools.partial(_paged, 'side_by_side', **more)
+    inputs = q, keys, values, 1, table, positions
+    program = jax.jit(program, static_argnums=3).lower(*inputs).compile()
+    got = program(q, keys, values, table, positions)
+    return got, program.memory_analysis().temp_size_in_bytes
+
+  (whole, much), (blocks, less) = compiled(2**20), compiled(256)
+  wanted = attention.attend_gathered(
+      q, keys, values, 1, table, positions, **more
+  )
+  for got in whole, blocks:
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
+  # A known window is less than two blocks as it is.
+  assert less < (much if isinstance(window, int) else much / 3)
+  # A block left out is seen.
+  planted = positions - np.array([256, 0, 0, 0])
+  missed = attention.attend_gathered(q, keys, values, 1, table, planted, **more)
+  assert np.abs(missed - wanted)[0].max() > 1e-3
+
+
 @pytest.mark.parametrize('form', ['mosaic', 'triton'])
 def test_kernels_over_pages_run_where_heads_are_cut(form):
   q, keys, values = _cache(2, 1, 6, 8)
