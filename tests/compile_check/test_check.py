@@ -328,7 +328,7 @@ def test_planted_policy_that_is_too_large_for_a_tpu_does_not_fit(tmp_path):
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     'config, topology',
     [
@@ -344,7 +344,7 @@ def test_the_experiment_fits_the_machine_that_it_is_for(config, topology):
       f'--topology={topology}',
       '--json',
       '--search=0',
-      timeout=1150,
+      timeout=1700,
   )
   assert child.returncode == 0, child.stdout + child.stderr
   assert json.loads(child.stdout)['fits'] is True
