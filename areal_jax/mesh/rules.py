@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Sequence
+from typing import Iterable, Sequence
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -49,7 +49,8 @@ class Rules:
   time: Cut = 'context'  # tokens T of one row
   tokens: Cut = ('data', 'fsdp', 'expert', 'context')  # B · T, flattened
   width: Cut = None  # model width D of an activation
-  pages: Cut = None
+  slots: Cut = 'data'  # of an engine, S
+  pages: Cut = 'data'  # of its cache: where the slots are that read them
   page: Cut = None
 
   def for_rollout(self) -> Rules:
@@ -67,6 +68,14 @@ class Rules:
         time=None,
         tokens=None,
     )
+
+  def inside(self, axes: Iterable[str]) -> Rules:
+    """These rules for what each part along some mesh axes does by itself."""
+    left = {}
+    for name in self.__dataclass_fields__:
+      cut = tuple(a for a in mesh_axes(getattr(self, name)) if a not in axes)
+      left[name] = cut[0] if len(cut) == 1 else cut or None
+    return Rules(**left)
 
   def spec(
       self,
@@ -140,6 +149,22 @@ class Rules:
             f' {list(mesh.axis_names)}'
         )
     return math.prod(mesh.shape[axis] for axis in mesh_axes(cut))
+
+
+def free_axes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> set[str]:
+  """The axes over which `jax.shard_map` may still cut.
+
+  All of them, but for those along which each part works by itself already.
+  """
+  manual = jax.sharding.AxisType.Manual
+  return {a for a, t in zip(mesh.axis_names, mesh.axis_types) if t != manual}
+
+
+def platform_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
+  """'cpu', 'gpu' or 'tpu'."""
+  if isinstance(mesh, jax.sharding.AbstractMesh):
+    return mesh.abstract_device.platform
+  return mesh.devices.flat[0].platform
 
 
 def mesh_axes(cut: Cut) -> tuple[str, ...]:

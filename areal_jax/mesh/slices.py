@@ -70,18 +70,21 @@ class TrainMesh:
 
 @dataclasses.dataclass
 class RolloutMesh:
-  """Shape of the meshes that generate: replicas · expert · tensor devices.
+  """Shape of the meshes that generate: replicas · data · expert · tensor devices.
 
   Attributes:
     replicas: engines, each with the whole policy.
     tensor: devices of one engine that share heads, MLP columns and experts.
     expert: devices of one engine that share its experts beyond that; whatever
       is no expert is whole on each of them.
+    data: parts that the slots and the cache of one engine are cut into; each
+      has the whole policy, and they say nothing to each other.
   """
 
   replicas: int = 1
   tensor: int = 1
   expert: int = 1
+  data: int = 1
 
   def validate(self, at: str) -> None:
     _require_sizes(self, at)
@@ -93,7 +96,7 @@ class RolloutMesh:
   @property
   def engine_devices(self) -> int:
     """Devices of one replica."""
-    return self.expert * self.tensor
+    return self.data * self.expert * self.tensor
 
 
 @dataclasses.dataclass
@@ -180,7 +183,7 @@ def cut(
   for replica in range(rollout.replicas):
     first = start + replica * size
     own = devices[first : first + size]
-    shape = dict(expert=rollout.expert, tensor=rollout.tensor)
+    shape = {a: getattr(rollout, a) for a in ('data', 'expert', 'tensor')}
     engines.append(mesh_of(own, f'{at}.rollout replica {replica}', **shape))
   own, shape = devices[: train.devices], dataclasses.asdict(train)
   return Slices(mesh_of(own, f'{at}.train', **shape), tuple(engines))

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.mesh.rules import Cut, Rules
+from areal_jax.mesh.rules import Cut, Rules, free_axes
 from areal_jax.models import blockwise, forms
 
 Array = jax.Array
@@ -589,6 +589,7 @@ def attend_paged(
     return jax.shard_map(
         part,
         mesh=mesh,
+        axis_names=free_axes(mesh),
         in_specs=(slots, cache, cache, P(), cut, cut, P()),
         out_specs=slots,
         # Kernels do not say over which axes their results vary.

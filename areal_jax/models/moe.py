@@ -34,7 +34,7 @@ from typing import Any, Callable
 import jax
 import jax.numpy as jnp
 
-from areal_jax.mesh.rules import Rules, mesh_axes
+from areal_jax.mesh.rules import Rules, free_axes, mesh_axes
 
 Array = jax.Array
 
@@ -249,6 +249,7 @@ def mix(
   return jax.shard_map(
       share,
       mesh=mesh,
+      axis_names=free_axes(mesh),
       in_specs=(tokens, tokens, tokens, into, into, out_of),
       out_specs=tokens,
   )(h, experts, weights, gate, up, down)

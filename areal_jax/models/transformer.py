@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.mesh.rules import Rules
+from areal_jax.mesh.rules import Rules, platform_of
 from areal_jax.models import attention, forms, lora, moe
 from areal_jax.models.attention import Sight
 from areal_jax.models.config import ModelConfig, RopeScaling
@@ -958,8 +958,9 @@ class _Layout:
   def __init__(self, mesh: Mesh | None, rules: Rules | None):
     self.mesh = mesh
     self.rules = rules
-    devices = jax.devices() if mesh is None else mesh.devices.flat
-    self.platform = devices[0].platform
+    self.platform = (
+        jax.devices()[0].platform if mesh is None else platform_of(mesh)
+    )
     self.context = 1 if mesh is None else rules.parts('time', mesh)
 
   def flat(self, x: Array, *axes: str | None) -> Array:

@@ -13,7 +13,7 @@ Method names and the meaning of their arguments are those of
 import, which loads TensorFlow; `extend`, `occupy`, `insert_many`,
 `generate_steps`, `rebuild` and `release` are ours.
 
-Three facts hold the design together:
+Four facts hold the design together:
 
 * The cache always lacks the last token of a slot. What stands before it is
   cached, and the next decode step feeds the last token, at its own position. So
@@ -27,6 +27,11 @@ Three facts hold the design together:
   side.
 * Whatever fills the cache, a prompt, a piece of one, a sequence that was pushed
   out, or all of them anew under new weights, is the one program `extend`.
+* Over the data axis of a mesh slots and pages are cut into shards that have
+  nothing to say to each other: shard d of D has the slots from d · S / D on, and
+  a pool of pages of its own, which tables count from 0. Each runs the programs
+  below by itself, as if it were all there is. Arrays of slots have those of the
+  first shard first, those of rows its rows.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ import numpy as np
 
 from areal_jax.config import require
 from areal_jax.losses import logprobs
-from areal_jax.mesh.rules import Rules
+from areal_jax.mesh.rules import Rules, mesh_axes
 from areal_jax.models import attention, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import UNKNOWN
@@ -54,6 +59,7 @@ from areal_jax.types import Request, SamplingParams
 
 Array = jax.Array
 Params = Any
+P = jax.sharding.PartitionSpec
 
 # Names of the programs that have one shape each.
 INIT: Name = ('init',)
@@ -88,9 +94,10 @@ class EngineSettings:
       them are active, as when the last answers of a batch are awaited; each is
       one program more for each width of the page tables, compiled when it would
       have been of use some times.
-    chunk: most tokens that one prefill program computes, rows and all; longer
-      prompts come in pieces, with decode steps in between.
-    prefill_rows: most sequences that one prefill program computes pieces of.
+    chunk: most tokens that one prefill program computes, rows and all, on each
+      data shard; longer prompts come in pieces, with decode steps in between.
+    prefill_rows: most sequences that one prefill program computes pieces of, on
+      each data shard.
     max_stop_ids: room for stop ids in each slot.
     sampling: what requests may ask of the sampler that costs something.
   """
@@ -140,6 +147,31 @@ class EngineSettings:
         f'{at}.pages',
         self.pages,
         f'0 or at least {least}: one more than max_length takes',
+    )
+
+  def check_shards(self, shards: int, at: str) -> None:
+    """Refuses what cannot be cut into so many data shards.
+
+    Raises:
+      ConfigError: slots or pages that do not divide, or too few of them.
+    """
+    for name in ('slots', 'pages'):
+      value = getattr(self, name)
+      wanted = f'a multiple of the {shards} data shards of a replica'
+      require(value % shards == 0, f'{at}.{name}', value, wanted)
+    least = shards * (self.pages_per_slot + 1)
+    require(
+        self.pages == 0 or self.pages >= least,
+        f'{at}.pages',
+        self.pages,
+        f'0 or at least {least}: on each of {shards} data shards one more than'
+        ' max_length takes',
+    )
+
+  def of_shard(self, shards: int) -> EngineSettings:
+    """The shapes of one of so many data shards."""
+    return dataclasses.replace(
+        self, slots=self.slots // shards, pages=self.pages // shards
     )
 
   @property
@@ -240,7 +272,10 @@ class Prefix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class DecodeState:
-  """All that S slots need to go on. C = pages a slot times page size."""
+  """All that S slots need to go on. C = pages a slot times page size.
+
+  Slots and pages are those of all data shards, the first one's first.
+  """
 
   keys: Array  # [L, pages, page_size, K, H]; see transformer.cache_shapes
   values: Array  # [L, pages, page_size, K, H]
@@ -264,7 +299,7 @@ class StepResult:
   valid: Array  # [S, k] bool, whether the slot drew this token
   active: Array  # [S] bool, after the last step
   stopped: Array  # [S] bool, ended by a stop id (and not by its limit)
-  steps: Array  # [] int32, steps really run
+  steps: Array  # [D] int32, steps really run by each data shard
   # [S, k, L, experts a token] int16, of the token that was fed, where recorded
   routing: Array | None = None
 
@@ -283,6 +318,8 @@ class StepResult:
 class Pieces:
   """Tokens to be cached, R rows of T: each a piece of a sequence.
 
+  Rows are those of all data shards, as many of each, the first one's first.
+
   Example: the tokens from 8 on of a sequence of 19, with pages of 4: start 8,
   length 11, and a table that names the pages of positions 0 to 18.
   """
@@ -295,9 +332,14 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class SlotSettings:
-  """Per-slot settings of M requests, of which the first ones are meant."""
+  """Per-slot settings of M requests.
 
-  slots: np.ndarray  # [M] int32, S where no request is meant
+  M / D of each data shard, the first one's first, of which the first ones are
+  meant.
+  """
+
+  # [M] int32 of its own shard's slots; as many as there are: none is meant
+  slots: np.ndarray
   new_tokens: np.ndarray  # [M] int32
   min_new_tokens: np.ndarray  # [M] int32
   choice: sampling.Choice  # of numpy arrays
@@ -313,6 +355,13 @@ class Engine:
     settings: static shapes.
     mesh: rollout mesh with the axes that `rules` names.
     rules: logical to mesh axes.
+
+  Attributes:
+    shards: D, data shards.
+    share: the shapes of one of them; `settings` if there is no other.
+
+  Raises:
+    ConfigError: settings that do not divide over the shards.
   """
 
   def __init__(
@@ -326,14 +375,13 @@ class Engine:
     self.settings = settings
     self.mesh = mesh
     self.rules = rules
+    self.shards = rules.parts('slots', mesh)
+    settings.check_shards(self.shards, 'config.rollout.engine')
+    self.share = settings.of_shard(self.shards)
     self.param_shardings = transformer.param_shardings(config, mesh, rules)
-    self._replicated = jax.sharding.NamedSharding(
-        mesh, jax.sharding.PartitionSpec()
-    )
     self.state_shapes = jax.eval_shape(self._initial_state)
-    self.state_shardings = jax.tree.map(
-        lambda _: self._replicated, self.state_shapes
-    )
+    slots = rules.sharding(('slots',), (settings.slots,), mesh)
+    self.state_shardings = jax.tree.map(lambda _: slots, self.state_shapes)
     cache = rules.sharding(
         transformer.CACHE_AXES[: self.state_shapes.keys.ndim],
         self.state_shapes.keys.shape,
@@ -341,7 +389,11 @@ class Engine:
     )
     self.state_shardings.keys = cache
     self.state_shardings.values = cache
-    state, alone = self.state_shardings, self._replicated
+    state, by_shard = self.state_shardings, self._by_shard
+    # How a shard's part is cut out: of anything by slots or rows, and of states.
+    cut = slots.spec
+    parts = jax.tree.map(lambda sharding: sharding.spec, state)
+    parts.keys = parts.values = P(None, *cut)
     compiled = functools.partial(jax.jit, donate_argnames='state')
     self._init = jax.jit(self._initial_state, out_shardings=state)
     self._apart = transformer.reads_apart(config, mesh, rules)
@@ -349,12 +401,24 @@ class Engine:
         lambda params: transformer.layers_apart(config, params, mesh, rules)
     )
     self._prefill = jax.jit(self._prefill_program)
-    self._insert = compiled(self._insert_program, out_shardings=state)
-    self._generate = compiled(
-        self._generate_program, out_shardings=(state, alone)
+    self._insert = compiled(
+        by_shard(self._insert_program, (P(), parts, cut, cut), parts),
+        out_shardings=state,
     )
-    self._extend = compiled(self._extend_program, out_shardings=(state, alone))
-    self._occupy = compiled(self._occupy_program, out_shardings=state)
+    self._generate = compiled(
+        by_shard(
+            self._generate_program, (P(), parts, cut, P(), cut), (parts, cut)
+        ),
+        out_shardings=(state, slots),
+    )
+    self._extend = compiled(
+        by_shard(self._extend_program, (P(), parts, cut), (parts, cut)),
+        out_shardings=(state, slots),
+    )
+    self._occupy = compiled(
+        by_shard(self._occupy_program, (parts, *[cut] * 5), parts),
+        out_shardings=state,
+    )
     self._release = compiled(self._release_program, out_shardings=state)
     self._prompt_logps = jax.jit(self._prompt_logps_program)
     self.programs = Programs()
@@ -490,14 +554,15 @@ class Engine:
     Raises:
       ValueError: there are fewer pages than that takes.
     """
-    s = self.settings
+    s = self.share
     pages = s.slots * s.pages_per_slot
     if pages > s.total_pages:
       raise ValueError(
           f'{s.slots} slots with pages of their own need {pages} pages, the'
           f' cache has {s.total_pages}'
       )
-    return np.arange(pages, dtype=np.int32).reshape(s.slots, -1)
+    own = np.arange(pages, dtype=np.int32).reshape(s.slots, -1)
+    return np.tile(own, (self.shards, 1))
 
   def extend(
       self, params: Params, state: DecodeState, pieces: Pieces
@@ -509,7 +574,8 @@ class Engine:
     Args:
       params: weights to compute with.
       state: the decode state; no slot of it changes.
-      pieces: T one of `piece_buckets`, R 1 or that bucket's rows.
+      pieces: T one of `piece_buckets`, of each data shard 1 row or as many as
+        that bucket has.
 
     Returns:
       The state, and [R, T, L, k] int16 the experts that the tokens went to;
@@ -534,22 +600,26 @@ class Engine:
       slots: which slots.
       requests: what is asked of each.
       tokens: [n] of each: its prompt, and what it has answered before.
-      copies: (from page, to page) to copy for each before; None for nothing.
+      copies: (from page, to page) to copy for each before, of its own shard;
+        None for nothing.
     """
-    s = self.settings
+    s = self.share
     rows, nowhere = s.occupy_rows, s.total_pages
+    total = self.shards * rows
     self.programs.wait(OCCUPY)
-    for start in range(0, len(slots), rows):
-      part = slice(start, start + rows)
-      settings = self._slot_settings(slots[part], requests[part], rows)
-      history = np.zeros((rows, s.pages_per_slot * s.page_size), np.int32)
-      lengths, prompts = np.ones((2, rows), np.int32)
-      pages = np.full((rows, 2), nowhere, np.int32)
-      for i, (row, request) in enumerate(zip(tokens[part], requests[part])):
-        history[i, : len(row)] = row
-        lengths[i], prompts[i] = len(row), len(request.prompt_ids)
-        if copies is not None and copies[start + i] is not None:
-          pages[i] = copies[start + i]
+    for part in self._by_rows(slots, rows):
+      settings = self._slot_settings(
+          [slots[i] for i in part], [requests[i] for i in part], rows
+      )
+      history = np.zeros((total, s.pages_per_slot * s.page_size), np.int32)
+      lengths, prompts = np.ones((2, total), np.int32)
+      pages = np.full((total, 2), nowhere, np.int32)
+      for i, row in part.items():
+        history[row, : len(tokens[i])] = tokens[i]
+        lengths[row] = len(tokens[i])
+        prompts[row] = len(requests[i].prompt_ids)
+        if copies is not None and copies[i] is not None:
+          pages[row] = copies[i]
       # Not `asdict`, which copies every array.
       with _sends():
         state = self._occupy(
@@ -565,13 +635,13 @@ class Engine:
       requests: Sequence[Request],
   ) -> DecodeState:
     """Puts one prefix into several slots, each with pages of its own."""
-    settings = self._slot_settings(slots, requests, self.settings.slots)
+    s = self.share
+    settings = self._slot_settings(slots, requests, s.slots)
     where = np.full(
-        (self.settings.slots, self.settings.pages_per_slot),
-        self.settings.total_pages,
-        np.int32,
+        (self.settings.slots, s.pages_per_slot), s.total_pages, np.int32
     )
-    where[: len(slots)] = self.own_tables()[list(slots)]
+    (part,) = self._by_rows(slots, s.slots)
+    where[list(part.values())] = self.own_tables()[list(slots)]
     with _sends():
       return self._insert(prefix, state, vars(settings), where)
 
@@ -593,8 +663,9 @@ class Engine:
       k: steps.
       tables: [S, P] pages of all slots, P one of `live_buckets`, with those
         that these steps write; None for pages of their own.
-      slots: [R] int32 slots, each once, with all active ones; R one of
-        `decode_rows`, and tables [R, P]. None for all.
+      slots: [R] int32 slots, each once, with all active ones; of each data
+        shard as many, one of its `decode_rows`, and tables [R, P]. None for
+        all.
 
     Raises:
       ValueError: k is not in 1..settings.steps.
@@ -603,6 +674,8 @@ class Engine:
       raise ValueError(f'k is {k}, wanted 1..{self.settings.steps}')
     if tables is None:
       tables = self.own_tables()
+    if slots is not None:
+      slots = slots % self.share.slots
     self.programs.wait(generate_name(*tables.shape))
     with _sends():
       return self._generate(params, state, tables, np.int32(k), slots)
@@ -635,7 +708,9 @@ class Engine:
     tables = self.own_tables()
     for slot in slots:
       tokens = history[slot, : lengths[slot]]
-      state = self.extend_whole(params, state, tokens, tables[slot])
+      state = self.extend_whole(
+          params, state, tokens, tables[slot], slot // self.share.slots
+      )
     return state
 
   def extend_whole(
@@ -644,18 +719,29 @@ class Engine:
       state: DecodeState,
       tokens: np.ndarray,
       table: np.ndarray,
+      shard: int = 0,
   ) -> DecodeState:
-    """Caches one sequence but its last token, by itself, piece by piece."""
-    s = self.settings
+    """Caches one sequence but its last token, by itself, piece by piece.
+
+    Args:
+      params: weights to compute with.
+      state: the decode state.
+      tokens: [n] int32.
+      table: [pages a slot] int32, pages to cache it on.
+      shard: data shard whose pages they are.
+    """
+    s = self.share
     for start in range(0, len(tokens) - 1, s.longest_piece):
       length = min(s.longest_piece, len(tokens) - 1 - start)
       bucket = s.piece_bucket(length)
-      ids = np.zeros((s.rows_for(0, bucket), bucket), np.int32)
-      ids[0, :length] = tokens[start : start + length]
+      rows = s.rows_for(0, bucket)
+      row = shard * rows
+      ids = np.zeros((self.shards * rows, bucket), np.int32)
+      ids[row, :length] = tokens[start : start + length]
       starts, lengths = np.zeros((2, len(ids)), np.int32)
-      starts[0], lengths[0] = start, length
+      starts[row], lengths[row] = start, length
       tables = np.zeros((len(ids), s.pages_per_slot), np.int32)
-      tables[0] = table
+      tables[row] = table
       pieces = Pieces(ids, starts, lengths, tables)
       state, _ = self.extend(params, state, pieces)
     return state
@@ -719,8 +805,8 @@ class Engine:
 
     def occupy() -> None:
       request = Request('warm-up', (0,), SamplingParams(1))
-      rows = s.occupy_rows
-      settings = vars(self._slot_settings([0], [request], rows))
+      settings = self._slot_settings([0], [request], self.share.occupy_rows)
+      settings, rows = vars(settings), len(settings.slots)
       self._occupy.lower(
           state,
           jax.tree.map(_abstract, settings),
@@ -736,11 +822,13 @@ class Engine:
 
     def extend(rows: int, bucket: int) -> tuple[Name, Compile]:
       trace = lambda: self.trace_extend(laid_out, rows, bucket)
-      return ('extend', rows, bucket), lambda: trace().lower().compile()
+      name = ('extend', self.shards * rows, bucket)
+      return name, lambda: trace().lower().compile()
 
     def generate(rows: int, columns: int) -> tuple[Name, Compile]:
       trace = lambda: self.trace_generate(laid_out, columns, rows)
-      return generate_name(rows, columns), lambda: trace().lower().compile()
+      name = generate_name(self.shards * rows, columns)
+      return name, lambda: trace().lower().compile()
 
     def prompt_logps(bucket: int) -> tuple[Name, Compile]:
       lower = lambda: self._prompt_logps.lower(
@@ -762,16 +850,17 @@ class Engine:
     plan += [
         extend(*pieces[0]),
         (OCCUPY, occupy),
-        generate(s.slots, columns[0]),
+        generate(self.share.slots, columns[0]),
         (RELEASE, release),
         *(extend(*shape) for shape in pieces[1:]),
     ]
     if s.sampling.prompt_logps:
       plan += [prompt_logps(bucket) for bucket in s.prefill_buckets]
-    return [*plan, *(generate(s.slots, width) for width in columns[1:])], [
+    every, *fewer = self.share.decode_rows
+    return [*plan, *(generate(every, width) for width in columns[1:])], [
         generate(rows, width)
         for width in columns
-        for rows in (() if exact else s.decode_rows[1:])
+        for rows in (() if exact else fewer)
     ]
 
   # The same from shapes alone: nothing is compiled and no device used.
@@ -783,9 +872,10 @@ class Engine:
 
     Args:
       params: `jax.ShapeDtypeStruct`s with shardings.
-      rows: R.
+      rows: of each data shard.
       bucket: T, one of `piece_buckets`.
     """
+    rows *= self.shards
     pieces = Pieces(
         ids=_integers(rows, bucket),
         starts=_integers(rows),
@@ -802,10 +892,10 @@ class Engine:
     Args:
       params: `jax.ShapeDtypeStruct`s with shardings.
       columns: one of `live_buckets`.
-      rows: one of `decode_rows`; None for all slots.
+      rows: of each data shard, one of its `decode_rows`; None for all slots.
     """
     every = self.settings.slots
-    rows = every if rows is None else rows
+    rows = every if rows is None else self.shards * rows
     return self._generate.trace(
         params,
         self.abstract_state,
@@ -819,7 +909,39 @@ class Engine:
     """Shapes and shardings of a decode state."""
     return _placed(self.state_shapes, self.state_shardings)
 
-  # The programs.
+  # The programs, but for the first each as one data shard runs it.
+
+  def _by_shard(self, program: Any, takes: Any, gives: Any) -> Any:
+    """A program over arrays of all shards, from one over those of a shard.
+
+    The other mesh axes are left to the compiler, as they are without shards. So
+    is nothing along this one: no collective is needed, and none can arise.
+
+    Args:
+      program: it.
+      takes: for each argument how a shard's part of it is cut out.
+      gives: the same for what it returns.
+    """
+    if self.shards == 1:
+      return program
+    return jax.shard_map(
+        program,
+        mesh=self.mesh,
+        in_specs=takes,
+        out_specs=gives,
+        axis_names=set(mesh_axes(self.rules.slots)),
+        # Loops begin with constants, which are alike on all shards.
+        check_vma=False,
+    )
+
+  def _inside(self) -> dict[str, Any]:
+    """Mesh and rules in a program that a shard runs by itself."""
+    if self.shards == 1:
+      return dict(mesh=self.mesh, rules=self.rules)
+    return dict(
+        mesh=jax.sharding.get_abstract_mesh(),
+        rules=self.rules.inside(mesh_axes(self.rules.slots)),
+    )
 
   def _initial_state(self) -> DecodeState:
     c, s = self.config, self.settings
@@ -827,7 +949,11 @@ class Engine:
     keys, values = (
         jnp.zeros(x.shape, x.dtype)
         for x in transformer.cache_shapes(
-            c, s.total_pages, s.page_size, mesh=self.mesh, rules=self.rules
+            c,
+            self.shards * self.share.total_pages,
+            s.page_size,
+            mesh=self.mesh,
+            rules=self.rules,
         )
     )
     integers = functools.partial(jnp.zeros, dtype=jnp.int32)
@@ -890,7 +1016,7 @@ class Engine:
     return self._occupied(state, settings, history, lengths, lengths)
 
   def _extend_program(self, params, state, pieces):
-    page, nowhere = self.settings.page_size, self.settings.total_pages
+    page, nowhere = self.share.page_size, self.share.total_pages
     starts, lengths = pieces['starts'], pieces['lengths']
     before = transformer.Prefix(
         state.keys, state.values, pieces['tables'], starts
@@ -901,8 +1027,7 @@ class Engine:
         pieces['ids'],
         lengths,
         before,
-        mesh=self.mesh,
-        rules=self.rules,
+        **self._inside(),
     )  # [L, R, T, K, H]
     places = jnp.arange(0, pieces['ids'].shape[1], page)
     columns = (starts[:, None] + places) // page
@@ -951,10 +1076,9 @@ class Engine:
     put = lambda x, given: x.at[slots].set(given, mode='drop')
     return dataclasses.replace(state, **jax.tree.map(put, held, changes))
 
-  def _generate_program(self, params, state, tables, k, slots=None):
+  def _generate_program(self, params, state, tables, k, slots):
     """Of all slots, or of `slots` [R], whose tables then are [R, P]."""
-    c, most = self.config, self.settings.steps
-    at = dict(mesh=self.mesh, rules=self.rules)
+    c, most, at = self.config, self.settings.steps, self._inside()
     params = transformer.layers_apart(c, params, **at)
     vocabulary = jnp.arange(c.padded_vocab_size)
     features = self.settings.sampling
@@ -1051,7 +1175,7 @@ class Engine:
     state, result, _ = jax.lax.while_loop(more, step, (state, blank, counts))
     if slots is not None:
       state = _with_slots(whole, slots, state)
-    return state, result
+    return state, dataclasses.replace(result, steps=result.steps[None])
 
   def _blank_routing(self, rows: int) -> Array | None:
     c, s = self.config, self.settings
@@ -1084,31 +1208,59 @@ class Engine:
     return dataclasses.replace(state, active=state.active & ~ended)
 
   def _slot_settings(
-      self, slots: Sequence[int], requests: Sequence[Request], total: int
+      self, slots: Sequence[int], requests: Sequence[Request], rows: int
   ) -> SlotSettings:
-    """The settings of requests in arrays of length `total`."""
-    if len(slots) != len(requests) or not 1 <= len(slots) <= total:
+    """The settings of requests, of each data shard at most `rows`."""
+    if len(slots) != len(requests) or not slots:
       raise ValueError(
           f'{len(requests)} requests for {len(slots)} slots, wanted as many,'
-          f' 1..{total}'
+          ' 1 or more'
       )
+    places, *more = self._by_rows(slots, rows)
+    if more:
+      raise ValueError(
+          f'requests for slots {list(slots)}, wanted at most {rows} of each of'
+          f' {self.shards} shards'
+      )
+    total = self.shards * rows
     integers = functools.partial(np.zeros, dtype=np.int32)
     filled = SlotSettings(
-        slots=np.full(total, self.settings.slots, np.int32),
+        slots=np.full(total, self.share.slots, np.int32),
         new_tokens=integers(total),
         min_new_tokens=integers(total),
-        choice=sampling.choice_of(self.settings.sampling, total, requests),
+        choice=sampling.choice_of(
+            self.settings.sampling, total, requests, list(places.values())
+        ),
         stop_ids=np.full((total, self.settings.max_stop_ids), -1, np.int32),
         words=np.zeros((total, 6), np.uint32),
     )
-    for i, (slot, request) in enumerate(zip(slots, requests)):
+    for i, slot, request in zip(places.values(), slots, requests):
       chosen = request.sampling
-      filled.slots[i] = slot
+      filled.slots[i] = slot % self.share.slots
       filled.new_tokens[i] = chosen.max_new_tokens
       filled.min_new_tokens[i] = chosen.min_new_tokens
       filled.stop_ids[i, : len(chosen.stop_ids)] = chosen.stop_ids
       filled.words[i] = sampling.stream_words(request)
     return filled
+
+  def _by_rows(
+      self, slots: Sequence[int], rows: int
+  ) -> list[dict[int, int]]:
+    """Numbers of slots by program call, each with its row among all shards'.
+
+    Example: two shards of 2 slots, one row of each, slots 1, 0, 3: the calls
+    are {0: 0, 2: 1} and {1: 0}.
+    """
+    calls: list[dict[int, int]] = []
+    counts = [0] * self.shards
+    for i, slot in enumerate(slots):
+      shard = slot // self.share.slots
+      call, row = divmod(counts[shard], rows)
+      counts[shard] += 1
+      if call == len(calls):
+        calls.append({})
+      calls[call][i] = shard * rows + row
+    return calls
 
 
 def _of_slots(state: DecodeState, slots: Array) -> DecodeState:

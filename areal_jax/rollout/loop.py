@@ -758,14 +758,14 @@ class EngineLoop:
       # sets to work on it at once, and this thread would wait for its turn.
       self._hand_out()
       result = jax.device_get(result)
-    read = time.monotonic()
+    read, steps = time.monotonic(), int(result.steps.max())
     if self._paced_from is not None:  # decoding and admissions since then
-      self._pace.took(int(result.steps), read - self._paced_from)
+      self._pace.took(steps, read - self._paced_from)
     self._paced_from = read
     tokens = int(result.valid.sum())
     self.counts.tokens += tokens
     self.counts.busy_slot_steps += tokens
-    self.counts.steps += int(result.steps)
+    self.counts.steps += steps
     self._record(
         'generate',
         'generate',
@@ -773,7 +773,7 @@ class EngineLoop:
         time.monotonic() - start,
         version=version,
         tokens=tokens,
-        steps=int(result.steps),
+        steps=steps,
     )
     drawn, active = result.valid.sum(axis=1).tolist(), result.active.tolist()
     cut = []  # slots that a stop string has ended before the device did

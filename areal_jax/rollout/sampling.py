@@ -188,19 +188,30 @@ class Drawn:
 
 
 def choice_of(
-    features: SamplingFeatures, slots: int, requests: Sequence[Request]
+    features: SamplingFeatures,
+    slots: int,
+    requests: Sequence[Request],
+    places: Sequence[int] = (),
 ) -> Choice:
-  """The settings of requests in numpy arrays of length `slots`, in order."""
+  """The settings of requests in numpy arrays of length `slots`.
+
+  Args:
+    features: what the engine is built for.
+    slots: how long.
+    requests: any number up to that.
+    places: where each stands in the arrays; the first ones if not given.
+  """
   asked = [request.sampling for request in requests]
+  places = places or list(range(len(asked)))
 
   def filled(name, off, dtype):
     array = np.full(slots, off, dtype)
-    array[: len(asked)] = [getattr(one, name) for one in asked]
+    array[places] = [getattr(one, name) for one in asked]
     return array
 
   penalties, pairs = features.penalties, features.max_logit_bias
   ids, bias = np.full((slots, pairs), -1, np.int32), np.zeros((slots, pairs))
-  for i, one in enumerate(asked):
+  for i, one in zip(places, asked):
     for j, (token, nats) in enumerate(one.logit_bias):
       ids[i, j], bias[i, j] = token, nats
   real = np.float32
