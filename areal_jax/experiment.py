@@ -928,6 +928,7 @@ def _checked_model(settings: Experiment, model: ModelConfig) -> ModelConfig:
       f'at most the {model.max_length} tokens that the policy is meant for',
   )
   _check_division(model, settings)
+  engine.check_shards(settings.mesh.rollout.data, 'config.rollout.engine')
   model = config_lib.resolve(model, 'config.policy.model')
   with named('config.policy.model'):
     config_to_hf(model)  # the run ends by saving it in that form

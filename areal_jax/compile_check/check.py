@@ -451,7 +451,7 @@ class RolloutSide:
 
   def tasks(self) -> list[Task]:
     """Programs of a replica, the largest of each kind."""
-    engine, shapes = self._engine, self._engine.settings
+    engine, shapes = self._engine, self._engine.share
     weights = engine.abstract_weights(self._settings.rollout.dtype)
     bucket = shapes.longest_piece
     rows, columns = shapes.piece_rows(bucket), shapes.live_buckets[-1]
@@ -595,15 +595,17 @@ def _advise_rollout(prepared: PreparedShapes, report: Report) -> list[str]:
     )
   if kinds['cache']:
     room = hbm - report.rollout.peak + kinds['cache']
-    pages = int(engine.total_pages * room / kinds['cache'])
+    shards = settings.mesh.rollout.data
+    held = engine.of_shard(shards).total_pages
+    pages = int(held * room / kinds['cache'])
     if pages > engine.pages_per_slot:
       found.append(
-          f'rollout.engine.pages={pages}: the cache takes'
+          f'rollout.engine.pages={shards * pages}: the cache takes'
           f' {kinds["cache"] / 2**30:.1f} GiB, and slots rarely are all of'
           ' max_length at once'
       )
-    elif engine.slots > 1:
-      found.append(f'rollout.engine.slots={engine.slots // 2}, or more chips')
+    elif fewer := engine.slots // 2 // shards * shards:
+      found.append(f'rollout.engine.slots={fewer}, or more chips')
   return found
 
 
@@ -633,7 +635,8 @@ def _step(
   engine = rollout.engine
   decode = math.ceil(answers * new / (engine.slots * replicas))
   piece = engine.longest_piece
-  room = piece * engine.piece_rows(piece) * replicas
+  shards = settings.mesh.rollout.data * replicas
+  room = piece * engine.piece_rows(piece) * shards
   pieces = math.ceil(rollout.batch_size * prompt / room)
   rollout_s = decode * seconds['generate'] + pieces * seconds['extend']
   both = [train_s, rollout_s]

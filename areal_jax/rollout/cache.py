@@ -12,6 +12,11 @@ tokens n - 1 are cached. Pages that are full of them can be shared, since nobody
 writes there again. What is left of the prompt lies on a page that slots copy,
 each to a page of its own, which it then goes on writing.
 
+Over several data shards (see `engine.py`) each has a pool of its own, and pages
+are known and shared inside of one. A sequence goes where most of it is known,
+if that is half of it or more, and else where the fewest are; where there is no
+room for it, to the next one, which computes its beginning again.
+
 Nothing here touches a device. Programs run in the order in which they were
 sent, so a page counts as computed as soon as its piece is on its way.
 
@@ -24,7 +29,8 @@ has written.
 from __future__ import annotations
 
 import dataclasses
-from typing import Hashable, Iterable, Mapping
+import itertools
+from typing import Collection, Hashable, Iterable, Mapping
 
 import numpy as np
 
@@ -38,7 +44,6 @@ class Sequence:
 
   Attributes:
     slot: where it is.
-    serial: in the order of placing.
     tokens: [n] all that it had when it was placed or rebuilt.
     limit: tokens at which it ends.
     pages: of its positions, first to last.
@@ -51,7 +56,6 @@ class Sequence:
   """
 
   slot: int
-  serial: int
   tokens: np.ndarray
   limit: int
   pages: list[int]
@@ -94,33 +98,55 @@ class SlotCache:
   Args:
     settings: shapes of the engine.
     exact: see above.
+    shards: data shards of the engine.
+
+  Attributes:
+    pools: the pages of each shard.
+    tables: [S, pages a slot] int32, of a slot's own shard.
   """
 
-  def __init__(self, settings: EngineSettings, *, exact: bool = False):
-    self.settings = settings
+  def __init__(
+      self, settings: EngineSettings, *, exact: bool = False, shards: int = 1
+  ):
+    self.settings = settings.of_shard(shards)
     self.exact = exact
-    self.pool = PagePool(settings.total_pages)
+    self.shards = shards
+    self.pools = [PagePool(self.settings.total_pages) for _ in range(shards)]
     self.tables = np.zeros((settings.slots, settings.pages_per_slot), np.int32)
     self._sequences: dict[int, Sequence] = {}  # by slot, oldest first
-    self._placed = 0
+    self._members = [0] * shards  # sequences of each
 
   def __getitem__(self, slot: int) -> Sequence:
     return self._sequences[slot]
+
+  @property
+  def used(self) -> int:
+    """Pages that somebody holds, on all shards."""
+    return sum(pool.used for pool in self.pools)
+
+  def shard_of(self, slot: int) -> int:
+    """The data shard that a slot is of."""
+    return slot // self.settings.slots
 
   def slots(self) -> list[int]:
     """Slots with a sequence, that which was placed first before all others."""
     return list(self._sequences)
 
   def place(
-      self, slot: int, tokens: np.ndarray, limit: int, *, shared: bool = True
+      self,
+      free: Collection[int],
+      tokens: np.ndarray,
+      limit: int,
+      *,
+      shared: bool = True,
   ) -> Sequence | None:
-    """Gives a free slot the pages for a sequence.
+    """Gives one of some free slots the pages for a sequence.
 
     Every slot keeps room for one page more, if it may need one: what is placed
     now would otherwise soon push out others, or be pushed out.
 
     Args:
-      slot: which.
+      free: slots, of which the first one of its shard is taken.
       tokens: [n] int32, n at least 1; all but the last are to be cached.
       limit: tokens at which it ends.
       shared: whether others may come that begin with all of them.
@@ -128,60 +154,100 @@ class SlotCache:
     Returns:
       The sequence; None if there are too few pages.
     """
-    page = self.settings.page_size
-    cached = len(tokens) - 1
-    full, rest = divmod(cached, page)
+    full, rest = divmod(len(tokens) - 1, self.settings.page_size)
     copied = shared and rest > 0
-    keys = self._keys(tokens[:cached])[: full + copied]
-    found = self.pool.find(keys)
+    keys = self._keys(tokens[:-1])[: full + copied]
+    for slot in self._candidates(free, keys):
+      sequence = self._place(slot, tokens, limit, keys, copied)
+      if sequence is not None:
+        return sequence
+    return None
+
+  def _candidates(
+      self, free: Collection[int], keys: list[Hashable]
+  ) -> list[int]:
+    """The first free slot of each shard, the best shard for these keys first.
+
+    What is known of less than half of a sequence, the beginning of a chat that
+    all have in common, is sooner computed again than shards are filled one
+    after another.
+    """
+    if self.shards == 1:
+      return list(itertools.islice(free, 1))
+    first: dict[int, int] = {}
+    for slot in free:
+      first.setdefault(self.shard_of(slot), slot)
+
+    def rank(shard: int) -> tuple[int, int]:
+      known = self.pools[shard].knows(keys)
+      return -known if 2 * known >= len(keys) else 0, self._members[shard]
+
+    return [first[shard] for shard in sorted(first, key=rank)]
+
+  def _place(
+      self,
+      slot: int,
+      tokens: np.ndarray,
+      limit: int,
+      keys: list[Hashable],
+      copied: bool,
+  ) -> Sequence | None:
+    """`place` in this slot; whether a page is `copied` that `keys` end with."""
+    shard, page = self.shard_of(slot), self.settings.page_size
+    pool = self.pools[shard]
+    cached = len(tokens) - 1
+    rest = cached % page
+    found = pool.find(keys)
     if self.exact:
-      found = self._whole_pieces(found, cached)
+      found = self._whole_pieces(pool, found, cached)
     # Full pages, the one to be copied, and one of its own for what is left.
-    missing = full + copied - len(found)
+    missing = len(keys) - len(found)
     taken = missing + (rest > 0)
-    room = self.pool.available - taken
+    room = pool.available - taken
     # The count that is at most the other is made first: this is done often.
-    if room < len(self._sequences) and room < self._growth():
-      self.pool.give_back(found)
+    if room < self._members[shard] and room < self._growth(shard):
+      pool.give_back(found)
       return None
-    fresh = self.pool.take(taken)
+    fresh = pool.take(taken)
     held, own = found + fresh[:missing], fresh[missing:]
-    self.pool.pending.update(fresh[:missing] if copied else fresh)
-    self.pool.remember(keys, held)
+    pool.pending.update(fresh[:missing] if copied else fresh)
+    pool.remember(keys, held)
     sequence = Sequence(
         slot=slot,
-        serial=self._placed,
         tokens=tokens,
         limit=limit,
         source=held.pop() if copied else None,
         pages=held + own,
         found_tokens=min(cached, len(found) * page),
     )
-    self._placed += 1
+    self._members[shard] += 1
     self._sequences[slot] = sequence
     return sequence
 
   def next_piece(self, *, long: bool) -> Pieces | None:
     """What one prefill program shall compute next, counted as computed.
 
-    Pieces of one bucket go together, oldest first. A piece that another one of
-    the same program has to precede waits; a page that several need is computed
-    once.
+    Pieces of one bucket go together, oldest first, each in a row of its own
+    shard's. A piece that another one of the same program has to precede waits; a
+    page that several need is computed once.
 
     Args:
       long: whether to look at sequences of which more is left than one piece,
         or at the others.
     """
     s = self.settings
-    claimed: set[int] = set()
-    chosen: list[tuple[Sequence, int, int]] = []
-    bucket = 0
+    claimed: list[set[int]] = [set() for _ in self.pools]
+    chosen: list[list[tuple[Sequence, int, int]]] = [[] for _ in self.pools]
+    bucket = most = 0
     for sequence in self._sequences.values():
       if not sequence.waits:
         continue
+      shard = self.shard_of(sequence.slot)
+      if bucket and len(chosen[shard]) == most:
+        continue
       targets = self._advance(sequence)
       first = sequence.computed
-      if first >= len(targets) or targets[first] in claimed:
+      if first >= len(targets) or targets[first] in claimed[shard]:
         continue
       left = sequence.cached - first * s.page_size
       if (left > s.longest_piece) != long:
@@ -189,16 +255,17 @@ class SlotCache:
       length = min(left, s.longest_piece)
       size = s.piece_bucket(length)
       if bucket in (0, size):
-        bucket = size
-        chosen.append((sequence, first, length))
+        bucket, most = size, 1 if self.exact else s.piece_rows(size)
+        chosen[shard].append((sequence, first, length))
         pages = -(-length // s.page_size)
-        claimed.update(targets[first : first + pages])
-      if len(chosen) == (1 if self.exact else s.piece_rows(bucket)):
-        break
-    if not chosen:
+        claimed[shard].update(targets[first : first + pages])
+        if all(len(of_shard) == most for of_shard in chosen):
+          break
+    if not bucket:
       return None
-    rows = 1 if self.exact else s.rows_for(len(chosen), bucket)
-    return self._pieces(chosen[:rows], rows, bucket)
+    count = max(map(len, chosen))
+    rows = 1 if self.exact else s.rows_for(count, bucket)
+    return self._pieces([c[:rows] for c in chosen], rows, bucket)
 
   def ready(self) -> list[Placed]:
     """Sequences that are whole by now, oldest first, each of them once."""
@@ -214,7 +281,7 @@ class SlotCache:
       if sequence.source is not None:
         copy = (sequence.source, sequence.pages[-1])
         # Whatever takes the page from here on is sent after the copy.
-        self.pool.give_back([sequence.source])
+        self._pool(slot).give_back([sequence.source])
         sequence.source = None
       self.tables[slot, : len(sequence.pages)] = sequence.pages
       placed.append(Placed(sequence, pages, copy))
@@ -222,14 +289,14 @@ class SlotCache:
 
   def grow(self, slot: int, tokens: int) -> bool:
     """Adds pages until a slot can cache so many tokens; whether it can."""
-    sequence = self._sequences[slot]
+    sequence, pool = self._sequences[slot], self._pool(slot)
     missing = -(-tokens // self.settings.page_size) - len(sequence.pages)
     if missing <= 0:
       return True
-    if missing > self.pool.available:
+    if missing > pool.available:
       return False
     first = len(sequence.pages)
-    sequence.pages += self.pool.take(missing)
+    sequence.pages += pool.take(missing)
     self.tables[slot, first : len(sequence.pages)] = sequence.pages[first:]
     return True
 
@@ -237,9 +304,13 @@ class SlotCache:
     """Tokens that the pages of a slot have room for."""
     return len(self._sequences[slot].pages) * self.settings.page_size
 
-  def youngest(self) -> int:
-    """The slot that was placed last."""
-    return max(self._sequences.values(), key=lambda s: s.serial).slot
+  def youngest(self, slot: int) -> int:
+    """Of the slots that share their pages with this one, that placed last."""
+    shard = self.shard_of(slot)
+    for other in reversed(self._sequences):
+      if self.shard_of(other) == shard:
+        return other
+    raise ValueError(f'slot {slot}: no slot of shard {shard} has a sequence')
 
   def end(self, slot: int, tokens: np.ndarray | None = None) -> None:
     """Takes a sequence out of its slot.
@@ -248,16 +319,17 @@ class SlotCache:
       slot: which.
       tokens: [n] all its tokens, if its pages may be found by them.
     """
-    sequence = self._sequences.pop(slot)
+    sequence, pool = self._sequences.pop(slot), self._pool(slot)
+    self._members[self.shard_of(slot)] -= 1
     if tokens is not None and not (
         self.exact or sequence.stale or sequence.waits
     ):
       full = (len(tokens) - 1) // self.settings.page_size
       keys = self._keys(tokens[: full * self.settings.page_size])
-      self.pool.remember(keys, sequence.pages)
+      pool.remember(keys, sequence.pages)
     if sequence.source is not None:
-      self.pool.give_back([sequence.source])
-    self.pool.give_back(sequence.pages)
+      pool.give_back([sequence.source])
+    pool.give_back(sequence.pages)
     self.tables[slot] = 0
 
   def new_weights(self, rebuild: Mapping[int, np.ndarray] | None) -> None:
@@ -269,13 +341,13 @@ class SlotCache:
       rebuild: the tokens [n] of the slots to be computed anew; None to leave
         them as they are.
     """
-    self.pool.forget()
-    pending = self.pool.pending
-    pending.clear()
+    for pool in self.pools:
+      pool.forget()
+      pool.pending.clear()
     for slot, sequence in self._sequences.items():
       if sequence.waits:
         if sequence.source is not None:
-          self.pool.give_back([sequence.source])
+          self._pool(slot).give_back([sequence.source])
           sequence.source = None
       elif rebuild is not None:
         sequence.tokens = rebuild[slot]
@@ -285,18 +357,22 @@ class SlotCache:
       sequence.waits, sequence.stale = True, False
       sequence.found_tokens = sequence.computed = 0
       pages = -(-sequence.cached // self.settings.page_size)
-      pending.update(sequence.pages[:pages])
+      self._pool(slot).pending.update(sequence.pages[:pages])
     if self.exact:
       return  # what is computed anew came through other programs
-    for sequence in self._sequences.values():
+    for slot, sequence in self._sequences.items():
       if sequence.waits:
         full = sequence.cached // self.settings.page_size
         whole = sequence.tokens[: full * self.settings.page_size]
-        self.pool.remember(self._keys(whole), sequence.pages)
+        self._pool(slot).remember(self._keys(whole), sequence.pages)
+
+  def _pool(self, slot: int) -> PagePool:
+    return self.pools[self.shard_of(slot)]
 
   def _advance(self, sequence: Sequence) -> list[int]:
     """The sequence's target pages; moves its mark past the computed ones."""
-    targets, pending = sequence.targets(), self.pool.pending
+    targets = sequence.targets()
+    pending = self._pool(sequence.slot).pending
     wanted = -(-sequence.cached // self.settings.page_size)
     targets = targets[:wanted]
     while (
@@ -307,31 +383,38 @@ class SlotCache:
     return targets
 
   def _pieces(
-      self, chosen: list[tuple[Sequence, int, int]], rows: int, bucket: int
+      self,
+      chosen: list[list[tuple[Sequence, int, int]]],
+      rows: int,
+      bucket: int,
   ) -> Pieces:
-    s = self.settings
+    """Those chosen of each shard, as one program takes them."""
+    s, total = self.settings, self.shards * rows
     pieces = Pieces(
-        ids=np.zeros((rows, bucket), np.int32),
-        starts=np.zeros(rows, np.int32),
-        lengths=np.zeros(rows, np.int32),
-        tables=np.zeros((rows, s.pages_per_slot), np.int32),
+        ids=np.zeros((total, bucket), np.int32),
+        starts=np.zeros(total, np.int32),
+        lengths=np.zeros(total, np.int32),
+        tables=np.zeros((total, s.pages_per_slot), np.int32),
     )
-    for row, (sequence, first, length) in enumerate(chosen):
-      start = first * s.page_size
-      targets = sequence.targets()
-      pieces.ids[row, :length] = sequence.tokens[start : start + length]
-      pieces.starts[row] = start
-      pieces.lengths[row] = length
-      pieces.tables[row, : len(targets)] = targets
-      last = first + -(-length // s.page_size)
-      self.pool.pending.difference_update(targets[first:last])
+    for shard, of_shard in enumerate(chosen):
+      for row, (sequence, first, length) in enumerate(of_shard, shard * rows):
+        start = first * s.page_size
+        targets = sequence.targets()
+        pieces.ids[row, :length] = sequence.tokens[start : start + length]
+        pieces.starts[row] = start
+        pieces.lengths[row] = length
+        pieces.tables[row, : len(targets)] = targets
+        last = first + -(-length // s.page_size)
+        self.pools[shard].pending.difference_update(targets[first:last])
     return pieces
 
-  def _growth(self) -> int:
-    """Sequences that may still need a page."""
+  def _growth(self, shard: int) -> int:
+    """Sequences of a shard that may still need a page."""
     page = self.settings.page_size
     return sum(
-        len(s.pages) * page < s.limit - 1 for s in self._sequences.values()
+        len(s.pages) * page < s.limit - 1
+        for s in self._sequences.values()
+        if self.shard_of(s.slot) == shard
     )
 
   def _keys(self, tokens: np.ndarray) -> list[Hashable]:
@@ -355,12 +438,14 @@ class SlotCache:
       length = min(cached - start, self.settings.longest_piece)
       yield start, length, self.settings.piece_bucket(length)
 
-  def _whole_pieces(self, found: list[int], cached: int) -> list[int]:
+  def _whole_pieces(
+      self, pool: PagePool, found: list[int], cached: int
+  ) -> list[int]:
     """Keeps those found pages that make whole pieces, gives back the rest."""
     page, kept = self.settings.page_size, 0
     for start, length, _ in self._plan(cached):
       end = -(-(start + length) // page)
       if end <= len(found):
         kept = end
-    self.pool.give_back(found[kept:])
+    pool.give_back(found[kept:])
     return found[:kept]

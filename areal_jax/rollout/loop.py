@@ -231,11 +231,11 @@ class EngineLoop:
     self._weights: Weights | None = None
     self._state = None
     self._slots: list[_Running | None] = [None] * engine.settings.slots
-    self._cache = SlotCache(engine.settings, exact=exact)
+    self._cache = self._empty_cache()
     # Experts that the tokens of a page went to, where that is recorded. What
     # decoding writes has no such entry, so nobody may find it.
     self._records = engine.config.moe.replay
-    self._routing: dict[int, np.ndarray] = {}
+    self._routing: dict[tuple[int, int], np.ndarray] = {}  # by shard, page
     self._release_idle = release_idle
     self._pace = Pace(engine.settings.steps)
     # Dispatches that a program for few slots would have served.
@@ -570,8 +570,8 @@ class EngineLoop:
 
   def _admit(self) -> None:
     """Puts waiting requests into free slots, as far as there are pages."""
-    free = [s for s, r in enumerate(self._slots) if r is None]
-    for slot in free:
+    free = {s: None for s, r in enumerate(self._slots) if r is None}
+    while free:
       with self._wake:
         if not self._queue or self._weights is None:
           return
@@ -581,13 +581,14 @@ class EngineLoop:
         if self._pending and not drained:
           return
       sequence = self._cache.place(
-          slot, running.tokens(), running.limit, shared=not running.said
+          free, running.tokens(), running.limit, shared=not running.said
       )
       if sequence is None:
         return
+      del free[sequence.slot]
       with self._wake:
         self._queue.popleft()
-        self._slots[slot] = running
+        self._slots[sequence.slot] = running
       if sequence.found_tokens:
         self.counts.prefix_hits += 1
         self.counts.prefix_tokens += sequence.found_tokens
@@ -629,11 +630,12 @@ class EngineLoop:
         return
       routing = jax.device_get(routing)
     page = self.engine.settings.page_size
+    rows = len(routing) // self.engine.shards
     for row, chosen in enumerate(routing):
       start, length = pieces.starts[row], pieces.lengths[row]
       for at in range(0, length, page):
-        place = pieces.tables[row, (start + at) // page]
-        self._routing[int(place)] = chosen[at : at + page]
+        place = int(pieces.tables[row, (start + at) // page])
+        self._routing[row // rows, place] = chosen[at : at + page]
 
   def _occupy(self) -> None:
     """Lets the slots decode whose sequences are cached by now."""
@@ -643,7 +645,8 @@ class EngineLoop:
       if self._records:
         # What is sampled from now on rests on these caches, so these are the
         # choices to replay. The last token is fed by the next step.
-        of_pages = [self._routing[p] for p in whole.pages]
+        shard = self._cache.shard_of(whole.sequence.slot)
+        of_pages = [self._routing[shard, p] for p in whole.pages]
         cached = whole.sequence.cached
         running.routing = [np.concatenate(of_pages)[:cached]] if cached else []
       if not running.active:  # and not rebuilt in its slot
@@ -663,6 +666,11 @@ class EngineLoop:
     for running in members:
       running.active = True
     self._tell_prompt_logps(members)
+
+  def _empty_cache(self) -> SlotCache:
+    return SlotCache(
+        self.engine.settings, exact=self.exact, shards=self.engine.shards
+    )
 
   def _leave(self, slot: int, *, known: bool) -> _Running:
     """Takes a request out of its slot.
@@ -694,7 +702,7 @@ class EngineLoop:
       if needed <= self._cache.holds(slot):
         continue
       while not self._cache.grow(slot, needed):
-        youngest = self._cache.youngest()
+        youngest = self._cache.youngest(slot)
         if self._slots[youngest].active:
           preempted.append(youngest)
         running = self._leave(youngest, known=True)
@@ -706,8 +714,7 @@ class EngineLoop:
     if preempted:
       with self._devices(engine_lib.RELEASE):
         self._state = self.engine.release(self._state, preempted)
-    used = self._cache.pool.used
-    self.counts.peak_pages = max(self.counts.peak_pages, used)
+    self.counts.peak_pages = max(self.counts.peak_pages, self._cache.used)
     settings = self.engine.settings
     if self.exact:  # sums over more columns may round otherwise
       return settings.pages_per_slot
@@ -946,7 +953,7 @@ class EngineLoop:
     )
     self._pending = self._pending or self._taking
     self._state = self._taking = None
-    self._cache = SlotCache(self.engine.settings, exact=self.exact)
+    self._cache = self._empty_cache()
     running = [r for r in self._slots if r is not None]
     self._slots = [None] * len(self._slots)
     self.counts.restarted_tokens += sum(map(len, running))

@@ -116,14 +116,13 @@ class PagePool:
 
   def find(self, keys: Iterable[Hashable]) -> list[int]:
     """The pages of the longest known beginning, with one holder more."""
-    node, found = self._root, []
-    for key in keys:
-      node = node.children.get(key)
-      if node is None:
-        break
-      found.append(node.page)
+    found = self._known(keys)
     self.share(found)
     return found
+
+  def knows(self, keys: Iterable[Hashable]) -> int:
+    """How many pages `find` would find; nobody holds them for that."""
+    return len(self._known(keys))
 
   def remember(self, keys: Iterable[Hashable], pages: Iterable[int]) -> None:
     """Makes held pages known by their keys, first to last.
@@ -149,6 +148,15 @@ class PagePool:
     self._nodes.clear()
     self._free.extend(self._idle)
     self._idle.clear()
+
+  def _known(self, keys: Iterable[Hashable]) -> list[int]:
+    node, known = self._root, []
+    for key in keys:
+      node = node.children.get(key)
+      if node is None:
+        break
+      known.append(node.page)
+    return known
 
   def _unlink(self, page: int) -> None:
     node = self._nodes.pop(page, None)

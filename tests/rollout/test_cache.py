@@ -40,7 +40,7 @@ def compute(cache):
 def test_siblings_share_full_pages_and_copy_the_rest():
   cache = make()
   prompt = tokens(11)  # 10 are cached: two pages and 2 tokens
-  placed = [cache.place(s, prompt, 20) for s in range(3)]
+  placed = [cache.place([s], prompt, 20) for s in range(3)]
   assert compute(cache) == [[(0, 10)]]
   ready = cache.ready()
   assert [r.sequence for r in ready] == placed
@@ -51,19 +51,19 @@ def test_siblings_share_full_pages_and_copy_the_rest():
   assert len({r.copy[0] for r in ready}) == 1
   assert [r.copy[1] for r in ready] == own
   # Two shared and one of its own each; what was copied is only remembered.
-  assert cache.pool.used == 5 and cache.pool.idle == 1
+  assert cache.pools[0].used == 5 and cache.pools[0].idle == 1
   assert [p.found_tokens for p in placed] == [0, 10, 10]
 
 
 def test_a_late_sibling_finds_what_the_first_one_has_computed():
   cache = make()
   prompt = tokens(11)
-  cache.place(0, prompt, 20)
+  cache.place([0], prompt, 20)
   compute(cache)
   cache.ready()
   cache.grow(0, 19)
   cache.end(0, np.concatenate([prompt, tokens(9, 1)]))
-  late = cache.place(1, prompt, 20)
+  late = cache.place([1], prompt, 20)
   assert compute(cache) == []
   (ready,) = cache.ready()
   assert ready.sequence is late and ready.copy is not None
@@ -75,7 +75,7 @@ def test_a_page_that_slots_write_to_is_never_shared():
   for n in (8, 9, 10):
     slots = {}
     for slot in range(3):
-      cache.place(slot, tokens(n), 30)
+      cache.place([slot], tokens(n), 30)
     compute(cache)
     cache.ready()
     for slot in range(3):
@@ -91,8 +91,8 @@ def test_another_prompt_with_the_same_beginning_starts_behind_it():
   one = tokens(11)
   two = one.copy()
   two[6] += 1  # in the second page
-  cache.place(0, one, 20)
-  second = cache.place(1, two, 20)
+  cache.place([0], one, 20)
+  second = cache.place([1], two, 20)
   # The second waits for the page that both begin with, and computes the rest.
   assert compute(cache) == [[(0, 10)], [(4, 6)]]
   assert second.found_tokens == 4
@@ -100,8 +100,8 @@ def test_another_prompt_with_the_same_beginning_starts_behind_it():
 
 def test_a_sequence_whose_leader_is_gone_computes_by_itself():
   cache = make()
-  cache.place(0, tokens(11), 20)
-  cache.place(1, tokens(11), 20)
+  cache.place([0], tokens(11), 20)
+  cache.place([1], tokens(11), 20)
   cache.end(0)
   assert compute(cache) == [[(0, 10)]]
   (ready,) = cache.ready()
@@ -111,15 +111,15 @@ def test_a_sequence_whose_leader_is_gone_computes_by_itself():
 def test_pieces_of_one_bucket_are_computed_together():
   cache = make(chunk=64)
   for slot, n in enumerate((9, 30, 12, 15)):
-    cache.place(slot, tokens(n, seed=n), 60)
+    cache.place([slot], tokens(n, seed=n), 60)
   # 16 by 4 rows, then 32 by itself.
   assert compute(cache) == [[(0, 8), (0, 11), (0, 14)], [(0, 29)]]
 
 
 def test_long_sequences_come_in_pieces_and_wait_for_their_turn():
   cache = make()
-  cache.place(0, tokens(40), 60)
-  cache.place(1, tokens(5, 1), 60)
+  cache.place([0], tokens(40), 60)
+  cache.place([1], tokens(5, 1), 60)
   assert list(cache.next_piece(long=False).lengths) == [4]
   assert cache.next_piece(long=False) is None
   starts = []
@@ -135,32 +135,32 @@ def test_long_sequences_come_in_pieces_and_wait_for_their_turn():
 def test_a_next_turn_goes_on_from_the_answer():
   cache = make()
   prompt, answer = tokens(9), tokens(12, 1)
-  cache.place(0, prompt, 40)
+  cache.place([0], prompt, 40)
   compute(cache)
   cache.ready()
   cache.grow(0, 20)
   whole = np.concatenate([prompt, answer])  # 20 of 21 are cached: 5 pages
   cache.end(0, whole)
-  turn = cache.place(0, np.concatenate([whole, tokens(6, 2)]), 60)
+  turn = cache.place([0], np.concatenate([whole, tokens(6, 2)]), 60)
   assert turn.found_tokens == 20
   assert compute(cache) == [[(20, 6)]]
 
 
 def test_admission_keeps_a_page_for_everybody_who_may_need_one():
   cache = make(pages=17)
-  assert cache.place(0, tokens(33), 64)  # 8 full pages
+  assert cache.place([0], tokens(33), 64)  # 8 full pages
   compute(cache)
   cache.ready()
   # 9 left: this one would need 8, a page to copy and one of its own.
-  assert cache.place(1, tokens(34, 1), 64) is None
-  assert cache.pool.used == 8
-  assert cache.place(1, tokens(26, 1), 64)
+  assert cache.place([1], tokens(34, 1), 64) is None
+  assert cache.pools[0].used == 8
+  assert cache.place([1], tokens(26, 1), 64)
 
 
 def test_no_slot_is_refused_with_the_default_number_of_pages():
   cache = make()
   for slot in range(4):
-    assert cache.place(slot, tokens(48, slot), 64)
+    assert cache.place([slot], tokens(48, slot), 64)
     compute(cache)
     cache.ready()
     assert cache.grow(slot, 63)
@@ -169,22 +169,22 @@ def test_no_slot_is_refused_with_the_default_number_of_pages():
 def test_new_weights_leave_nothing_to_find():
   cache = make()
   prompt = tokens(11)
-  cache.place(0, prompt, 20)
+  cache.place([0], prompt, 20)
   compute(cache)
   cache.ready()
   cache.new_weights(None)
-  second = cache.place(1, prompt, 20)
+  second = cache.place([1], prompt, 20)
   assert second.found_tokens == 0
   cache.end(0, prompt)  # its pages are of the old weights
   cache.end(1)
-  assert cache.place(2, prompt, 20).found_tokens == 0
+  assert cache.place([2], prompt, 20).found_tokens == 0
 
 
 def test_shared_pages_are_rebuilt_once():
   cache = make(chunk=64)
   prompt = tokens(11)
   for slot in range(3):
-    cache.place(slot, prompt, 40)
+    cache.place([slot], prompt, 40)
   compute(cache)
   cache.ready()
   whole = {}
@@ -196,15 +196,15 @@ def test_shared_pages_are_rebuilt_once():
   assert compute(cache) == [[(0, 14)], [(8, 6), (8, 6)]]
   assert len(cache.ready()) == 3
   # And what is rebuilt can be found again.
-  assert cache.place(3, prompt, 40).found_tokens == 8
+  assert cache.place([3], prompt, 40).found_tokens == 8
 
 
 @pytest.mark.parametrize('exact', [False, True])
 def test_exact_books_find_only_what_the_same_programs_computed(exact):
   cache = make(exact, chunk=32)
-  cache.place(0, tokens(12), 30)
-  cache.place(1, tokens(12), 30)  # a sibling
-  shorter = cache.place(2, tokens(9), 30)  # 8 of the 11 tokens, same bucket
+  cache.place([0], tokens(12), 30)
+  cache.place([1], tokens(12), 30)  # a sibling
+  shorter = cache.place([2], tokens(9), 30)  # 8 of the 11 tokens, same bucket
   calls = compute(cache)
   assert calls == ([[(0, 11)], [(0, 8)]] if exact else [[(0, 11)]])
   assert shorter.found_tokens == (0 if exact else 8)
@@ -212,7 +212,7 @@ def test_exact_books_find_only_what_the_same_programs_computed(exact):
   cache.ready()
   cache.end(0, np.concatenate([tokens(12), tokens(9, 1)]))
   longer = np.concatenate([tokens(12), tokens(9, 1), tokens(3, 2)])
-  found = cache.place(3, longer, 40).found_tokens
+  found = cache.place([3], longer, 40).found_tokens
   assert found == (0 if exact else 12)
 
 
@@ -235,7 +235,7 @@ def test_pages_follow_live_tokens():
           prompt = tokens(random.integers(8, 32), seed=started)
         else:
           prompt = tokens(20)
-        assert cache.place(slot, prompt, 1024)
+        assert cache.place([slot], prompt, 1024)
         started += 1
         left[slot] = min(int(random.exponential(110)) + 1, 990)
         length[slot] = len(prompt)
@@ -243,7 +243,7 @@ def test_pages_follow_live_tokens():
     cache.ready()
     for slot in range(slots):
       assert cache.grow(slot, length[slot] + steps - 1)
-    ratios.append(cache.pool.used * PAGE / sum(length.values()))
+    ratios.append(cache.pools[0].used * PAGE / sum(length.values()))
     for slot in range(slots):
       drawn = min(steps, left[slot])
       left[slot] -= drawn

@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.util
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -41,7 +42,8 @@ def start(engine, weights, requests, slots, state=None, tables=None):
   tables = engine.own_tables() if tables is None else tables
   for request, slot in zip(requests, slots):
     tokens = np.asarray(request.prompt_ids, np.int32)
-    state = engine.extend_whole(weights, state, tokens, tables[slot])
+    shard = slot // engine.share.slots
+    state = engine.extend_whole(weights, state, tokens, tables[slot], shard)
     state = engine.occupy(state, [slot], [request], [tokens])
   return state
 
@@ -323,6 +325,157 @@ def test_engine_on_a_tensor_mesh_says_the_same(engine, tensor):
   expected, expected_logps = answer(engine, tiny.params(), request)
   assert ids == expected
   np.testing.assert_allclose(logps, expected_logps, atol=1e-5)
+
+
+# Data shards.
+
+
+@pytest.fixture(scope='module')
+def sharded():
+  """Two shards of 2 slots and of 512 pages, over two devices each."""
+  mesh = mesh_of(jax.devices()[:4], data=2, tensor=2)
+  settings = EngineSettings(**SETTINGS, pages=1024)
+  made = Engine(tiny.config(), settings, mesh, Rules().for_rollout())
+  return made, tiny.params(on=mesh)
+
+
+def four_requests():
+  return [
+      tiny.request(f'{i}', range(1, 2 + 5 * i), new=n, draw=i)
+      for i, n in enumerate((2, 3, 20, 12))
+  ]
+
+
+def test_data_shards_say_what_one_device_says(engine, sharded):
+  other, weights = sharded
+  requests, slots = four_requests(), [2, 0, 3, 1]
+  wanted = finish(
+      engine, tiny.params(), start(engine, tiny.params(), requests, slots)
+  )
+  state = start(other, weights, requests, slots)
+  got = finish(other, weights, state)
+  assert got[0] == wanted[0]
+  for one, plain in zip(got[1], wanted[1]):
+    np.testing.assert_allclose(one, plain, atol=1e-5)
+
+
+def test_each_shard_ends_by_itself(sharded):
+  engine, weights = sharded
+  state = start(engine, weights, four_requests(), range(4))
+  _, result = engine.generate_steps(weights, state, 8)
+  assert result.steps.tolist() == [3, 8]
+
+
+def test_a_page_of_another_shard_is_seen(engine, sharded):
+  """Planted fault: the second shard's tables are counted from the first's."""
+  other, weights = sharded
+  requests = four_requests()
+  plain = start(engine, tiny.params(), requests, range(4))
+  wanted, _, _ = finish(engine, tiny.params(), plain)
+  state = start(other, weights, requests, range(4))
+  tables = other.own_tables()
+  tables[2:] += tables[1, -1] + 1
+  got, _, _ = finish(other, weights, state, tables=tables)
+  assert got[:2] == wanted[:2]
+  assert got[2] != wanted[2] and got[3] != wanted[3]
+
+
+def test_rebuild_works_within_each_shard(engine, sharded):
+  other, weights = sharded
+  request = tiny.request(new=24, temperature=0.0)
+  said = []
+  for chosen, old, new in (
+      (engine, tiny.params(), tiny.params(1)),
+      (other, weights, tiny.params(1, on=other.mesh)),
+  ):
+    state = start(chosen, old, [request] * 2, [1, 2])
+    state, _ = chosen.generate_steps(old, state, 8)
+    state = chosen.rebuild(new, state, [1, 2])
+    said.append(finish(chosen, new, state)[0])
+  assert said[0] == said[1] and said[0][1] == said[0][2]
+
+
+def test_prefix_of_jetstream_goes_to_any_shard(engine, sharded):
+  other, weights = sharded
+  request = tiny.request(prompt=range(1, 14), new=6)
+  prefix = other.prefill(
+      params=weights,
+      padded_tokens=other.pad_prompt(request.prompt_ids),
+      true_length=len(request.prompt_ids),
+  )
+  state = other.insert_many(
+      prefix, other.init_decode_state(), [3, 0], [request] * 2
+  )
+  ids, _, _ = finish(other, weights, state)
+  wanted, _ = answer(engine, tiny.params(), request)
+  assert ids[0] == ids[3] == wanted and not ids[1] and not ids[2]
+
+
+def crossing(text):
+  """Lines of a compiled program that send something between two shards."""
+  found = []
+  for line in text.splitlines():
+    if re.search(r' (all-|reduce-scatter|collective-)[a-z-]*\(', line) is None:
+      continue
+    short = re.search(
+        r'replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', line
+    )
+    if short:
+      count, size, shape, order = short.groups()
+      numbers = lambda text: [int(n) for n in text.split(',')]
+      groups = np.arange(int(count) * int(size)).reshape(numbers(shape))
+      if order:
+        groups = groups.transpose(numbers(order))
+      groups = groups.reshape(int(count), int(size)).tolist()
+    else:
+      listed = re.search(r'(?:groups|pairs)=\{(\{.*?\})\}', line)[1]
+      groups = [
+          [int(n) for n in group.split(',')]
+          for group in re.findall(r'\{([\d,]+)\}', listed)
+      ]
+    # Devices 0 and 1 are the first shard.
+    if any(len({device // 2 for device in group}) > 1 for group in groups):
+      found.append(line)
+  return found
+
+
+def test_no_collective_joins_two_shards_and_none_has_a_copy(sharded):
+  engine, _ = sharded
+  like = engine.abstract_weights()
+  state = engine.abstract_state
+  here = sum(
+      np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+      for x in (state.keys, state.values)
+  )
+  # Half of the pages, and of the heads.
+  assert here == 2 * state.keys.size * state.keys.dtype.itemsize // 4
+  for trace in (
+      engine.trace_generate(like, 8),
+      engine.trace_extend(like, 2, 16),
+  ):
+    program = trace.lower().compile()
+    text, memory = program.as_text(), program.memory_analysis()
+    assert 'all-reduce' in text  # over the two devices of a shard
+    assert crossing(text) == []
+    assert memory.alias_size_in_bytes >= here
+    assert memory.temp_size_in_bytes < here / 4
+  # Planted fault: slots in another order are of other shards.
+  turned = jax.jit(
+      lambda x: x[::-1], out_shardings=engine.state_shardings.history
+  )
+  assert crossing(turned.lower(state.history).compile().as_text())
+
+
+def test_what_does_not_divide_over_shards_is_refused():
+  mesh = mesh_of(jax.devices()[:2], data=2)
+  for change, words in (
+      ({'slots': 3}, 'slots is 3, wanted a multiple of the 2 data shards'),
+      ({'pages': 19}, 'pages is 19, wanted a multiple of the 2 data shards'),
+      ({'pages': 16}, 'pages is 16, wanted 0 or at least 18'),
+  ):
+    settings = EngineSettings(**{**SETTINGS, **change})
+    with pytest.raises(ConfigError, match=f'config.rollout.engine.{words}'):
+      Engine(tiny.config(), settings, mesh, Rules().for_rollout())
 
 
 def test_nothing_compiles_after_warm_up(engine):
@@ -652,16 +805,19 @@ def test_engine_records_the_choices_that_the_trainer_would_make(sparse):
   assert np.abs(trainer[2:] - logps).max() < 1e-4
 
 
-def test_engine_with_experts_over_two_axes_says_the_same(sparse):
+@pytest.mark.parametrize('axis', ['tensor', 'data'])
+def test_engine_with_experts_over_an_axis_says_the_same(sparse, axis):
   engine, weights = sparse
-  mesh = mesh_of(jax.devices()[:4], expert=2, tensor=2)
+  mesh = mesh_of(jax.devices()[:4], expert=2, **{axis: 2})
   other = Engine(engine.config, engine.settings, mesh, Rules().for_rollout())
   placed = jax.device_put(weights, other.param_shardings)
   experts, query = placed['blocks']['expert_up'], placed['blocks']['query']
-  assert experts.sharding.shard_shape(experts.shape)[1] == 1  # of 4
-  assert query.sharding.shard_shape(query.shape)[1:3] == (32, 2)  # of D, N 4
+  cut = 2 if axis == 'tensor' else 1
+  assert experts.sharding.shard_shape(experts.shape)[1] == 2 // cut  # of 4
+  own = query.sharding.shard_shape(query.shape)[1:3]
+  assert own == (32, 4 // cut)  # of D, N 4
   request = tiny.request(new=12)
-  ids, logps, fed = recorded(other, placed, request, 1)
+  ids, logps, fed = recorded(other, placed, request, 3)
   wanted_ids, wanted_logps, wanted_fed = recorded(engine, weights, request, 1)
   assert ids == wanted_ids
   np.testing.assert_allclose(logps, wanted_logps, atol=1e-5)

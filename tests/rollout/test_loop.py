@@ -669,7 +669,7 @@ def test_preempted_answers_are_those_of_an_undisturbed_run(engine, tight, seed):
   same_answers(got, undisturbed)
   assert loop.counts.preemptions > 0
   assert loop.counts.peak_pages <= 9
-  assert loop._cache.pool.used == 0  # and every page has come back
+  assert loop._cache.used == 0  # and every page has come back
 
 
 def test_penalties_and_seeds_survive_preemption(featured):
