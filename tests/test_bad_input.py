@@ -575,6 +575,12 @@ def test_a_task_is_refused(refused, changes, words):
             " policy's heads=4",
         ),
         case(
+            'slots_that_do_not_divide_over_a_replica',
+            {'mesh.rollout.data': 3, 'rollout.engine.slots': 8},
+            'config.rollout.engine.slots is 8, wanted a multiple of the 3 data'
+            ' shards of a replica',
+        ),
+        case(
             'width_that_does_not_divide',
             {'mesh.train.fsdp': 3, 'train.packing.rows': 3},
             'config.mesh.train.fsdp is 3, wanted a divisor of the policy'

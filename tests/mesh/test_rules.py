@@ -99,6 +99,15 @@ def test_an_experts_matrix_is_cut_by_expert_and_by_the_axis_of_the_rest():
   assert spec == P(('expert', 'tensor'), 'fsdp', None)
 
 
+def test_each_part_along_an_axis_has_the_rest_of_the_rules():
+  rules = Rules().inside(['data'])
+  mesh = _mesh(2, 2, data=2)
+  assert rules.slots is None and rules.pages is None
+  assert rules.batch == ('fsdp', 'expert') and rules.heads == 'tensor'
+  assert rules.parts('batch', mesh) == 2 and rules.parts('slots', mesh) == 1
+  assert Rules().parts('slots', mesh) == 2
+
+
 def test_where_a_policy_generates_tokens_and_widths_are_whole():
   mesh = _mesh(2, 2, expert=2)
   rules = Rules().for_rollout()

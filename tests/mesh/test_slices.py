@@ -61,6 +61,13 @@ def test_each_axis_of_the_settings_is_an_axis_of_the_mesh():
   assert _ids(slices.rollout[0]) == [[4, 5], [6, 7]]
 
 
+def test_a_replica_may_have_a_data_axis():
+  settings = MeshSettings(rollout=RolloutMesh(replicas=2, data=2, tensor=1))
+  slices = cut(jax.devices(), settings)
+  assert settings.rollout.engine_devices == 2
+  assert [_sizes(mesh) for mesh in slices.rollout] == [{'data': 2}] * 2
+
+
 def test_colocated_meshes_cover_the_same_devices():
   settings = MeshSettings(TrainMesh(4, 2), RolloutMesh(4, 2), colocated=True)
   slices = cut(jax.devices(), settings)

@@ -15,6 +15,7 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import mesh_of
 from areal_jax.models import attention, transformer
 from areal_jax.models.config import ModelConfig
+from areal_jax.rollout.engine import Engine, EngineSettings
 
 # Heads as in Qwen2.5-1.5B, by two key/value heads on each device.
 CONFIG = ModelConfig(
@@ -130,6 +131,24 @@ def test_decode_on_tpus_runs_the_kernel_over_the_donated_cache(tpu):
   # Bytes of keys and values on one of two devices.
   size = 2 * np.prod(keys.shape) * 2 // 2
   memory = compiled.memory_analysis()
+  assert memory.alias_size_in_bytes >= size
+  assert memory.temp_size_in_bytes < size / 2  # no copy of it
+
+
+def test_an_engine_on_tpus_runs_the_kernel_in_each_data_shard():
+  if not has_libtpu():
+    pytest.skip('libtpu is not installed: nothing compiles for TPU')
+  mesh = mesh_of(parse_topology('v5e:2x2').devices(), data=2, tensor=2)
+  settings = EngineSettings(
+      slots=8, max_length=256, max_prompt_length=64, page_size=64, pages=64
+  )
+  engine = Engine(CONFIG, settings, mesh, Rules().for_rollout())
+  trace = engine.trace_generate(engine.abstract_weights(), 4)
+  compiled = trace.lower().compile()
+  assert 'attend_pages' in compiled.as_text()
+  state, memory = engine.abstract_state, compiled.memory_analysis()
+  # Half of the pages and of the heads, 2 bytes a number, keys and values.
+  size = state.keys.size * 2 * 2 // 4
   assert memory.alias_size_in_bytes >= size
   assert memory.temp_size_in_bytes < size / 2  # no copy of it
 

@@ -9,7 +9,7 @@ from areal_jax.rollout.engine import EngineSettings
 PAGE = 4
 
 
-def make(exact=False, **changes):
+def make(exact=False, shards=1, **changes):
   shape = dict(
       slots=4,
       max_length=64,
@@ -18,7 +18,8 @@ def make(exact=False, **changes):
       chunk=16,
       prefill_rows=4,
   )
-  return SlotCache(EngineSettings(**{**shape, **changes}), exact=exact)
+  settings = EngineSettings(**{**shape, **changes})
+  return SlotCache(settings, exact=exact, shards=shards)
 
 
 def tokens(n, seed=0):
@@ -254,3 +255,95 @@ def test_pages_follow_live_tokens():
   assert started > 500
   assert max(ratios[50:]) < 1.3
   assert slots * 1024 / sum(length.values()) > 5
+
+
+# Data shards: of two, the first has slots 0 and 1, the second 2 and 3.
+
+
+def test_unlike_prompts_go_to_the_shard_with_the_fewest():
+  cache = make(shards=2, chunk=32)
+  free = [0, 1, 2, 3]
+  for seed in range(4):
+    sequence = cache.place(free, tokens(11, seed), 20)
+    free.remove(sequence.slot)
+  assert cache.slots() == [0, 2, 1, 3]
+  # Each in a row of its own shard's, on pages counted from 0 there.
+  pieces = cache.next_piece(long=False)
+  assert pieces.lengths.tolist() == [10, 10, 10, 10]
+  for row, seed in enumerate((0, 2, 1, 3)):
+    np.testing.assert_array_equal(
+        pieces.ids[row, :10], tokens(11, seed)[:10], err_msg=f'row {row}'
+    )
+  assert cache.next_piece(long=False) is None
+  cache.ready()
+  assert cache.tables[:, :3].tolist() == 2 * cache.tables[:2, :3].tolist()
+  assert [pool.used for pool in cache.pools] == [6, 6] and cache.used == 12
+
+
+def test_rows_of_a_shard_without_work_stay_empty():
+  cache = make(shards=2)
+  cache.place([2], tokens(11), 20)
+  pieces = cache.next_piece(long=False)
+  # 10 tokens are a bucket of 16, of which a program computes one a shard.
+  assert pieces.ids.shape == (2, 16)
+  assert pieces.lengths.tolist() == [0, 10]
+
+
+def test_what_is_known_draws_a_sequence_to_its_shard():
+  cache = make(shards=2)
+  prompt = tokens(11)
+  cache.place([0], prompt, 20)
+  cache.place([2], tokens(11, 1), 20)
+  cache.place([3], tokens(11, 2), 20)
+  assert cache.place([1, 3], prompt, 20).slot == 1  # a sibling
+  compute(cache)
+  cache.ready()
+  for slot in (0, 1):
+    cache.end(slot)
+  # Nobody is there any more, but the pages are known; 2 of 6 would be too few.
+  turn = np.concatenate([prompt[:8], tokens(5, 3)])
+  placed = cache.place([3, 0], turn, 30)
+  assert placed.slot == 0 and placed.found_tokens == 8
+
+
+def test_a_short_common_beginning_does_not_fill_shards_one_after_another():
+  cache = make(shards=2)
+  start = tokens(PAGE)
+  chats = [np.concatenate([start, tokens(12, n)]) for n in (1, 2)]
+  first, second = (cache.place(free, chat, 40) for free, chat in
+                   zip(([0, 1, 2, 3], [1, 2, 3]), chats))  # fmt: skip
+  assert (first.slot, second.slot) == (0, 2)
+  assert second.found_tokens == 0
+
+
+def test_a_shard_without_room_leaves_a_sibling_to_the_next():
+  # 17 pages a shard: 48 of 64 tokens take 12, and a sibling one of its own.
+  cache = make(shards=2, pages=34)
+  prompt = tokens(47)
+  assert cache.place([0, 1, 2, 3], prompt, 64).slot == 0
+  compute(cache)
+  cache.ready()
+  assert cache.grow(0, 63)
+  assert cache.place([1], tokens(47, 5), 64) is None
+  sibling = cache.place([1, 2], tokens(47, 5), 64)
+  assert sibling.slot == 2 and sibling.found_tokens == 0
+  # Whoever gives way for a slot is of its own shard.
+  assert cache.youngest(0) == 0 and cache.youngest(3) == 2
+  cache.end(0)
+  with pytest.raises(ValueError, match='of shard 0 has a sequence'):
+    cache.youngest(1)
+
+
+def test_shards_forget_and_rebuild_alike():
+  cache = make(shards=2)
+  prompts = {0: tokens(11), 2: tokens(11, 1)}
+  for slot, prompt in prompts.items():
+    cache.place([slot], prompt, 20)
+  compute(cache)
+  cache.ready()
+  cache.new_weights(prompts)
+  assert compute(cache) == [[(0, 10), (0, 10)]]
+  assert len(cache.ready()) == 2
+  for slot in prompts:
+    cache.end(slot, prompts[slot])
+  assert cache.used == 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.mesh.rules import Rules
+from areal_jax.mesh.slices import mesh_of
 from areal_jax.models import transformer
 from areal_jax.rollout import engine as engine_lib
 from areal_jax.rollout import loop as loop_lib
@@ -62,7 +63,8 @@ class Running:
 
   def set_weights(self, version):
     # Arrived already: the loop decodes on while a transfer is under way.
-    params = jax.block_until_ready(tiny.params(version))
+    on = self.loop.engine.mesh
+    params = jax.block_until_ready(tiny.params(version, on=on))
     self.loop.set_weights(version, params, self.swaps.append)
 
   def submit(self, *requests):
@@ -672,9 +674,21 @@ def test_preempted_answers_are_those_of_an_undisturbed_run(engine, tight, seed):
   assert loop._cache.used == 0  # and every page has come back
 
 
-def test_penalties_and_seeds_survive_preemption(featured):
+@pytest.fixture(scope='module')
+def halves(featured):
+  """The same in two data shards, each as short of pages, and warm."""
+  settings = dataclasses.replace(
+      featured.settings, pages=2 * featured.settings.pages
+  )
+  mesh = mesh_of(jax.devices()[:2], data=2)
+  made = Engine(tiny.config(), settings, mesh, Rules().for_rollout())
+  made.warm_up(tiny.params(on=mesh))
+  return made
+
+
+def demanding_requests():
   random = np.random.default_rng(7)
-  requests = [
+  return [
       tiny.request(
           f'{i}',
           random.integers(0, 40, random.integers(1, 20)).tolist(),
@@ -695,11 +709,21 @@ def test_penalties_and_seeds_survive_preemption(featured):
       )
       for i in range(10)
   ]
-  undisturbed = {}
-  for request in requests:  # alone there are pages enough
+
+
+@pytest.fixture(scope='module')
+def undisturbed(featured):
+  """What each of the demanding requests is answered alone."""
+  found = {}
+  for request in demanding_requests():  # alone there are pages enough
     answers, loop = ask(featured, [request])
     assert loop.counts.preemptions == 0
-    undisturbed |= answers
+    found |= answers
+  return found
+
+
+def test_penalties_and_seeds_survive_preemption(featured, undisturbed):
+  requests = demanding_requests()
   got, loop = ask(featured, requests)
   assert loop.counts.preemptions > 0
   same_answers(got, undisturbed)
@@ -728,6 +752,52 @@ def test_penalties_and_seeds_survive_preemption(featured):
   )
   other, _ = ask(featured, [forgetful])
   assert other['forgetful'].ids.tolist() != said
+
+
+def test_data_shards_answer_as_one_device_does(halves, undisturbed):
+  requests = demanding_requests()
+  requests += [  # which go where their siblings are
+      dataclasses.replace(r, request_id=f'{r.request_id}b', sample=1)
+      for r in requests[:4]
+  ]
+  tiny.params(0, on=halves.mesh)  # made by programs that are not the engine's
+  counter = CompilationCounter().install()
+  counter.mark_warm()
+  try:
+    got, loop = ask(halves, requests)
+  finally:
+    counter.uninstall()
+  same_answers(got, undisturbed)
+  assert counter.names_since_warm == []
+  assert loop.counts.preemptions > 0
+  assert 9 < loop.counts.peak_pages <= 18  # of both shards
+  assert loop._cache.used == 0
+
+
+@pytest.mark.parametrize('swap', ['recompute', 'restart'])
+def test_data_shards_swap_in_mid_sentence_as_one_device_does(
+    featured, halves, swap
+):
+  strong = dict(frequency_penalty=-4.0, repetition_penalty=0.8, temperature=0.7)
+  _, wanted, _ = swap_in_mid_sentence(featured, swap, **strong)
+  long, got, running = swap_in_mid_sentence(halves, swap, **strong)
+  same_answers(got, wanted)
+  assert len(long) == 2 and running.loop.counts.swaps == 2
+
+
+def test_data_shards_give_the_same_bits_whatever_else_is_asked():
+  settings = dataclasses.replace(SETTINGS, slots=2)
+  mesh = mesh_of(jax.devices()[:2], data=2)
+  two = Engine(tiny.config(), settings, mesh, Rules().for_rollout())
+  settings = dataclasses.replace(SETTINGS, slots=1)
+  one = Engine(tiny.config(), settings, tiny.mesh(), Rules())
+  requests = [tiny.request(f'{i}', new=9 + i, draw=i) for i in range(5)]
+  said = []
+  for engine in (one, two):  # a shard has the shapes of the one
+    answers, _ = ask(engine, requests, exact=True)
+    said.append({n: (a.ids.tolist(), a.logps.tolist())
+                 for n, a in answers.items()})  # fmt: skip
+  assert said[0] == said[1]
 
 
 def test_preemption_keeps_what_was_said_and_its_versions(engine, tight):
