@@ -70,7 +70,9 @@ class TrainMesh:
 
 @dataclasses.dataclass
 class RolloutMesh:
-  """Shape of the meshes that generate: replicas · data · expert · tensor devices.
+  """Shape of the meshes that generate.
+
+  Their devices are replicas · data · expert · tensor.
 
   Attributes:
     replicas: engines, each with the whole policy.

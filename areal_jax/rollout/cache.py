@@ -228,8 +228,8 @@ class SlotCache:
     """What one prefill program shall compute next, counted as computed.
 
     Pieces of one bucket go together, oldest first, each in a row of its own
-    shard's. A piece that another one of the same program has to precede waits; a
-    page that several need is computed once.
+    shard's. A piece that another one of the same program has to precede waits;
+    a page that several need is computed once.
 
     Args:
       long: whether to look at sequences of which more is left than one piece,

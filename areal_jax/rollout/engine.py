@@ -28,10 +28,10 @@ Four facts hold the design together:
 * Whatever fills the cache, a prompt, a piece of one, a sequence that was pushed
   out, or all of them anew under new weights, is the one program `extend`.
 * Over the data axis of a mesh slots and pages are cut into shards that have
-  nothing to say to each other: shard d of D has the slots from d · S / D on, and
-  a pool of pages of its own, which tables count from 0. Each runs the programs
-  below by itself, as if it were all there is. Arrays of slots have those of the
-  first shard first, those of rows its rows.
+  nothing to say to each other: shard d of D has the slots from d · S / D on,
+  and a pool of pages of its own, which tables count from 0. Each runs the
+  programs below by itself, as if it were all there is. Arrays of slots have
+  those of the first shard first, and so have arrays of rows.
 """
 
 from __future__ import annotations
@@ -390,7 +390,7 @@ class Engine:
     self.state_shardings.keys = cache
     self.state_shardings.values = cache
     state, by_shard = self.state_shardings, self._by_shard
-    # How a shard's part is cut out: of anything by slots or rows, and of states.
+    # How a part is cut out of what goes by slots or rows, and of states.
     cut = slots.spec
     parts = jax.tree.map(lambda sharding: sharding.spec, state)
     parts.keys = parts.values = P(None, *cut)
@@ -1243,9 +1243,7 @@ class Engine:
       filled.words[i] = sampling.stream_words(request)
     return filled
 
-  def _by_rows(
-      self, slots: Sequence[int], rows: int
-  ) -> list[dict[int, int]]:
+  def _by_rows(self, slots: Sequence[int], rows: int) -> list[dict[int, int]]:
     """Numbers of slots by program call, each with its row among all shards'.
 
     Example: two shards of 2 slots, one row of each, slots 1, 0, 3: the calls

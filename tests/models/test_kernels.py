@@ -140,7 +140,7 @@ def test_an_engine_on_tpus_runs_the_kernel_in_each_data_shard():
     pytest.skip('libtpu is not installed: nothing compiles for TPU')
   mesh = mesh_of(parse_topology('v5e:2x2').devices(), data=2, tensor=2)
   settings = EngineSettings(
-      slots=8, max_length=256, max_prompt_length=64, page_size=64, pages=64
+      slots=8, max_length=256, max_prompt_length=64, page_size=64, pages=4096
   )
   engine = Engine(CONFIG, settings, mesh, Rules().for_rollout())
   trace = engine.trace_generate(engine.abstract_weights(), 4)
