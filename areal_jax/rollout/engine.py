@@ -1076,7 +1076,7 @@ class Engine:
     put = lambda x, given: x.at[slots].set(given, mode='drop')
     return dataclasses.replace(state, **jax.tree.map(put, held, changes))
 
-  def _generate_program(self, params, state, tables, k, slots):
+  def _generate_program(self, params, state, tables, k, slots=None):
     """Of all slots, or of `slots` [R], whose tables then are [R, P]."""
     c, most, at = self.config, self.settings.steps, self._inside()
     params = transformer.layers_apart(c, params, **at)

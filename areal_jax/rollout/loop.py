@@ -821,25 +821,30 @@ class EngineLoop:
   def _few(self, columns: int) -> np.ndarray | None:
     """[R] int32 slots, the active among them, if not all need to decode.
 
+    Of each data shard there are as many, enough for the one with the most.
+
     A program for few is worth its compilation only if it would be used often.
     All slots can do the same until it is there; fewer rows round otherwise in
     the last bits, which an exact loop may not.
     """
     if self.exact:
       return None
-    active = [
-        s for s, r in enumerate(self._slots) if r is not None and r.active
-    ]
-    for rows in reversed(self.engine.settings.decode_rows[1:]):
-      if len(active) > rows:
+    shards, share = self.engine.shards, self.engine.share
+    active = np.array([r is not None and r.active for r in self._slots])
+    active = active.reshape(shards, share.slots)
+    most = active.sum(axis=1).max()
+    for rows in reversed(share.decode_rows[1:]):
+      if most > rows:
         continue
-      name = engine_lib.generate_name(rows, columns)
+      name = engine_lib.generate_name(shards * rows, columns)
       self._missed[name] += 1
       if self._missed[name] == _WORTH_COMPILING:
         self.engine.programs.want(name)
       if self.engine.programs.ready(name):
-        others = np.setdiff1d(np.arange(len(self._slots)), active)
-        return np.array([*active, *others[: rows - len(active)]], np.int32)
+        # The active ones first, otherwise in order.
+        chosen = np.argsort(~active, axis=1, kind='stable')[:, :rows]
+        first = np.arange(shards)[:, None] * share.slots
+        return (first + chosen).reshape(-1).astype(np.int32)
     return None
 
   def _steps(self) -> int:

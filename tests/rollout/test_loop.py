@@ -952,6 +952,33 @@ def broad():
   return Engine(tiny.config(), settings, tiny.mesh(), Rules())
 
 
+def test_few_who_are_left_of_each_shard_decode_by_themselves(
+    broad, monkeypatch
+):
+  settings = dataclasses.replace(SETTINGS, slots=20)
+  mesh = mesh_of(jax.devices()[:2], data=2)
+  two = Engine(tiny.config(), settings, mesh, Rules().for_rollout())
+  asked = []
+  dispatch = two.generate_steps
+
+  def recorded(params, state, k, tables, slots):
+    asked.append(slots)
+    return dispatch(params, state, k, tables, slots)
+
+  monkeypatch.setattr(two, 'generate_steps', recorded)
+  # In turn to the shards: four stay in slots 0 to 8 of the first.
+  requests = [
+      tiny.request(f'{i}', (i, 1), new=12 if i % 4 == 0 else 4, draw=i)
+      for i in range(16)
+  ]
+  got, _ = ask(two, requests)
+  alone, _ = ask(broad, requests)
+  same_answers(got, alone)
+  few = next(slots for slots in asked if slots is not None)
+  assert few.tolist() == [0, 2, 4, 6, 1, *range(10, 15)]
+  assert all(len(slots) == 10 for slots in asked[1:])
+
+
 @pytest.mark.parametrize('exact', [False, True])
 def test_few_who_are_left_decode_by_themselves(broad, exact, monkeypatch):
   rows = []
