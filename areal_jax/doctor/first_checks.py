@@ -288,12 +288,14 @@ class PlainLoop:
     """All steps of the settings."""
     settings = self._prepared.settings
     mesh, rules = self._slices.train, self._rules
+    self._rollout.compile_ahead(settings.rollout.dtype)
     params, _ = initial_params(self._prepared, mesh, rules)
     trainer = build_trainer(self._prepared, params, mesh, rules)
     publisher = self._rollout.publisher
     answers, groups = [], []
     older: dict[int, Any] = {}  # weights by version, on the host
     with contextlib.ExitStack() as stack:
+      stack.callback(self._rollout.close)
       stack.callback(self._rollout.stop)
       stack.callback(self._scorer.close)
       for loop in self._rollout.loops:

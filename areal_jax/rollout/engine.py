@@ -488,6 +488,7 @@ class Engine:
       )
     if not 1 <= true_length <= padded:
       raise ValueError(f'true_length is {true_length}, wanted 1..{padded}')
+    self.programs.wait(('prefill', padded))
     with _sends():
       return self._prefill(
           params, np.asarray(padded_tokens, np.int32), np.int32(true_length)
@@ -754,27 +755,30 @@ class Engine:
     with _sends():
       return self._release(state, ended)
 
-  def compile_ahead(self, like: Params, *, exact: bool = False) -> None:
+  def compile_ahead(
+      self, like: Params, *, exact: bool = False, jetstream: bool = False
+  ) -> None:
     """Begins to compile every program that a run can need, and returns.
 
     It goes on in one thread, in the order of need, with programs for short
     sequences first; nothing is computed and no state is made for it. A call of
-    a program waits for that one alone. What JetStream alone calls is compiled
-    when it is called.
+    a program waits for that one alone.
 
     Args:
       like: the weights to come, or `jax.ShapeDtypeStruct`s with shardings.
       exact: whether only loops that are `exact` will use it, which take
         sequences one by one and decode with the widest page tables.
+      jetstream: whether JetStream will use it and no loop: it prefills whole
+        prompts by themselves and decodes with slots' own pages.
     """
     weights = jax.tree.map(_abstract, like)
-    asked = (*jax.tree.flatten(weights), exact)
+    asked = (*jax.tree.flatten(weights), exact, jetstream)
     if asked == self._planned_for:
       return
     if self._planned_for is not None:
       self.programs.wait_for_all()
     self._planned_for = asked
-    self.programs.plan(*self._plan(weights, exact))
+    self.programs.plan(*self._plan(weights, exact, jetstream))
 
   def warm_up(self, params: Params) -> None:
     """Compiles every program that a run can need, and waits for all of them.
@@ -789,7 +793,7 @@ class Engine:
     self.programs.wait_for_all()
 
   def _plan(
-      self, weights: Params, exact: bool
+      self, weights: Params, exact: bool = False, jetstream: bool = False
   ) -> tuple[list[tuple[Name, Compile]], list[tuple[Name, Compile]]]:
     """What to compile for weights of these shapes, in the order of need.
 
@@ -803,13 +807,30 @@ class Engine:
       compiled = self._lay_out.lower(weights).compile()
       laid_out = _placed(compiled.out_info, compiled.output_shardings)
 
-    def occupy() -> None:
+    def settings(rows: int) -> dict[str, Any]:
       request = Request('warm-up', (0,), SamplingParams(1))
-      settings = self._slot_settings([0], [request], self.share.occupy_rows)
-      settings, rows = vars(settings), len(settings.slots)
+      filled = self._slot_settings([0], [request], rows)
+      return jax.tree.map(_abstract, vars(filled))
+
+    def prefill(bucket: int) -> tuple[Name, Compile]:
+      def compile_() -> None:
+        compiled = self._prefill.lower(
+            laid_out, integers(bucket), integers()
+        ).compile()
+        # What is prefilled is going to be inserted.
+        prefix = _placed(compiled.out_info, compiled.output_shardings)
+        tables = integers(s.slots, s.pages_per_slot)
+        self._insert.lower(
+            prefix, state, settings(self.share.slots), tables
+        ).compile()
+
+      return ('prefill', bucket), compile_
+
+    def occupy() -> None:
+      rows = self.shards * self.share.occupy_rows
       self._occupy.lower(
           state,
-          jax.tree.map(_abstract, settings),
+          settings(self.share.occupy_rows),
           integers(rows, s.pages_per_slot * s.page_size),
           integers(rows),
           integers(rows),
@@ -847,6 +868,10 @@ class Engine:
     plan = [(INIT, lambda: self._init.lower().compile())]
     if self._apart:
       plan.append((LAY_OUT, lay_out))
+    if jetstream:
+      first, *more = (prefill(bucket) for bucket in s.prefill_buckets)
+      decode = generate(self.share.slots, columns[-1])
+      return [*plan, first, decode, *more], []
     plan += [
         extend(*pieces[0]),
         (OCCUPY, occupy),

@@ -119,6 +119,7 @@ class JetStreamEngine(engine_api.Engine):
         f'at most {_LONGEST_PREFILL}, the longest that JetStream prefills',
     )
     self._engine = engine
+    engine.compile_ahead(params, jetstream=True)
     self._params = engine.lay_out(params)
     self._tokenizer_path = os.fspath(tokenizer_path)
     self._add_bos = add_bos
@@ -237,13 +238,23 @@ class JetStreamEngine(engine_api.Engine):
     return None
 
   def warm_up(self) -> None:
-    """Compiles every program that a request can need."""
-    state = self.init_decode_state()
-    for bucket in self._engine.settings.prefill_buckets:
-      prompt = self._prefill(self._params, np.zeros(bucket, np.int32), 1)
-      state = self.insert(prompt, state, 0)
-    state, result = self.generate(self._params, state)
-    jax.block_until_ready((state, result.data))
+    """Waits until every program that a request can need is compiled.
+
+    That has begun with the engine. Nothing is computed for it.
+    """
+    programs = self._engine.programs
+    programs.plan([(('pack',), self._compile_pack)])
+    programs.wait_for_all()
+
+  def _compile_pack(self) -> None:
+    engine = self._engine
+    weights = jax.tree.map(lambda x: _shape_of(x, x.sharding), self._params)
+    columns = engine.settings.live_buckets[-1]
+    _, result = engine.trace_generate(weights, columns).out_info
+    state = engine.abstract_state
+    by_slot = state.length.sharding
+    result = jax.tree.map(lambda x: _shape_of(x, by_slot), result)
+    self._pack.lower(result, state.length, state.prompt_length).compile()
 
   def _prefill(self, params: Params, padded: np.ndarray, length: int) -> Prompt:
     prefix = self._taking_turns(
@@ -298,6 +309,10 @@ class _Tokenizer(token_utils.SentencePieceTokenizer):
     """Ids [T] of a text, padded as `padding` says, and their true number."""
     ids = np.asarray(self.vocab.tokenizer.EncodeAsIds(s), np.int32)
     return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **padding)
+
+
+def _shape_of(x: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _pack(

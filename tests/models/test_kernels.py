@@ -135,6 +135,7 @@ def test_decode_on_tpus_runs_the_kernel_over_the_donated_cache(tpu):
   assert memory.temp_size_in_bytes < size / 2  # no copy of it
 
 
+@pytest.mark.slow
 def test_an_engine_on_tpus_runs_the_kernel_in_each_data_shard():
   if not has_libtpu():
     pytest.skip('libtpu is not installed: nothing compiles for TPU')

@@ -503,6 +503,31 @@ def test_nothing_compiles_after_warm_up(engine):
   assert counter.names_since_warm == ['jit(<lambda>)']  # what nobody planned
 
 
+def test_nothing_compiles_after_a_warm_up_for_jetstream():
+  mesh = mesh_of(jax.devices()[:2], data=2)
+  settings = EngineSettings(**{**SETTINGS, 'max_prompt_length': 20})
+  engine = Engine(tiny.config(), settings, mesh, Rules().for_rollout())
+  given = tiny.params(on=mesh)
+  engine.compile_ahead(engine.abstract_weights(), jetstream=True)
+  engine.programs.wait_for_all()
+  counter = CompilationCounter().install()
+  counter.mark_warm()
+  try:
+    weights, state = engine.lay_out(given), engine.init_decode_state()
+    for slot, length in enumerate((3, 18, 2)):
+      request = tiny.request(prompt=range(1, 1 + length), new=4)
+      prefix = engine.prefill(
+          params=weights,
+          padded_tokens=engine.pad_prompt(request.prompt_ids),
+          true_length=length,
+      )
+      state = engine.insert(prefix, state, slot, request)
+      state, _ = engine.generate(weights, state)
+  finally:
+    counter.uninstall()
+  assert counter.names_since_warm == []
+
+
 def test_programs_are_planned_in_the_order_of_need():
   settings = EngineSettings(
       **{**SETTINGS, 'slots': 20, 'max_length': 256, 'page_size': 16}
