@@ -785,6 +785,7 @@ def test_data_shards_swap_in_mid_sentence_as_one_device_does(
   assert len(long) == 2 and running.loop.counts.swaps == 2
 
 
+@pytest.mark.slow
 def test_data_shards_give_the_same_bits_whatever_else_is_asked():
   settings = dataclasses.replace(SETTINGS, slots=2)
   mesh = mesh_of(jax.devices()[:2], data=2)
