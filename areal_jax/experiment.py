@@ -56,7 +56,13 @@ from areal_jax.train import pretrained
 from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.pretrained import Pretrained
 from areal_jax.train.supervised import WarmStartSettings, supervised_warm_start
-from areal_jax.train.trainer import Trainer, TrainSettings
+from areal_jax.train.trainer import (
+    Steps,
+    Trainer,
+    TrainSettings,
+    build_steps,
+    compile_ahead,
+)
 from areal_jax.types import Problem, SamplingParams
 
 
@@ -1075,16 +1081,39 @@ def warm_started(
   )
 
 
+def compile_training_ahead(
+    prepared: Prepared, mesh: jax.sharding.Mesh, rules: Rules
+) -> Steps:
+  """Begins to compile the programs of a run's trainer, for `build_trainer`.
+
+  Args:
+    prepared: the run.
+    mesh: the train mesh.
+    rules: from logical to mesh axes.
+  """
+  settings = prepared.settings.train
+  reference = prepared.reference and prepared.reference[0]
+  steps = build_steps(prepared.model, settings, mesh, rules, reference)
+  compile_ahead(steps, settings)
+  return steps
+
+
 def build_trainer(
-    prepared: Prepared, params: Any, mesh: jax.sharding.Mesh, rules: Rules
+    prepared: Prepared,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+    rules: Rules,
+    steps: Steps | None = None,
 ) -> Trainer:
-  """The trainer of a run; nothing is compiled yet.
+  """The trainer of a run.
 
   Args:
     prepared: the run.
     params: the policy to start from, taken over.
     mesh: the train mesh.
     rules: from logical to mesh axes.
+    steps: its programs from `compile_training_ahead`; None for new ones, which
+      are compiled when they are called.
   """
   settings = prepared.settings
   rollout = settings.rollout
@@ -1097,6 +1126,7 @@ def build_trainer(
       reference=reference_params(prepared, mesh, rules),
       seed=settings.seed,
       max_age=rollout.eta if rollout.staleness == 'mask' else math.inf,
+      steps=steps,
   )
 
 

@@ -56,6 +56,7 @@ from areal_jax.experiment import (
     algorithm_changes,
     build_trainer,
     cautions,
+    compile_training_ahead,
     export_merged,
     export_policy,
     initial_params,
@@ -84,7 +85,7 @@ from areal_jax.telemetry.samples import LimitedLog, SampleWriter
 from areal_jax.telemetry.schedule import ScheduleWriter
 from areal_jax.train import checkpoint, memory, pretrained
 from areal_jax.train.step import NonFiniteError
-from areal_jax.train.trainer import Trainer
+from areal_jax.train.trainer import Pending, Trainer
 from areal_jax.types import (
     Draw,
     DropReason,
@@ -119,6 +120,31 @@ class Cut:
   snapshot: Snapshot
   events: int
   costs: Costs
+
+
+@dataclasses.dataclass
+class HandedOut:
+  """A step that training was given, and that is still to be written down.
+
+  Attributes:
+    version: that it started from.
+    groups: that it trains on.
+    pending: its numbers, as soon as the devices have them.
+    begun: monotonic second at which it was handed out.
+    seconds: of the whole step, with the wait for its groups and publishing.
+    facts: metrics that the host knew when its version was published.
+    mark: of the book at that moment.
+    values: metrics of training; None until they were read.
+  """
+
+  version: int
+  groups: Sequence[Group]
+  pending: Pending
+  begun: float
+  seconds: float = 0.0
+  facts: dict[str, float] = dataclasses.field(default_factory=dict)
+  mark: Mark | None = None
+  values: dict[str, float] | None = None
 
 
 def cut_at(controller: Controller, events: EventLog) -> Cut:
@@ -271,6 +297,7 @@ class Session:
     self._controller: Controller | None = None
     in_place = start.folder is not None and start.saved is not None
     self._saved = start.saved.step if in_place else None  # the last step
+    self._handed_out: HandedOut | None = None  # the last step, until written
     self._deaths = 0  # of engines, as far as they are told
     self._evaluating: int | None = None  # version
     self._stack = contextlib.ExitStack()
@@ -372,6 +399,11 @@ class Session:
     stack.callback(self._rollout.close)
     stack.callback(self._rollout.stop)
     self._rollout.compile_ahead(settings.rollout.dtype)
+    self._steps = compile_training_ahead(
+        self._prepared, self._slices.train, self._rules
+    )
+    self._compiles = self._steps[0].ahead
+    stack.callback(self._compiles.close)
     self._evaluator = build_evaluator(self._rollout, self._events)
     stack.callback(self._evaluator.stop)
     self._evaluations = self._build_evaluations()
@@ -448,6 +480,7 @@ class Session:
         *self._scorer.counts.values(),
         *self._judge.counts.values(),
         self._rollout.compiled,
+        self._compiles.done,
     )
 
   def _report(self) -> str:
@@ -460,6 +493,7 @@ class Session:
         f'training: {self._scorer.explain()}',
         f'evaluation: {self._judge.explain()}',
         self._keeper.explain(),
+        f'trainer: {self._compiles.explain() or "all of it is compiled"}',
     ]
     return '\n'.join(f'  {part}' for part in parts)
 
@@ -536,11 +570,11 @@ class Session:
       self._test_reward()
       params = self._warm_start(params)
     trainer = build_trainer(
-        self._prepared, params, self._slices.train, self._rules
+        self._prepared, params, self._slices.train, self._rules, self._steps
     )
     if self._carried is not None:
       self._restore(trainer)
-    handle = self._warm_up(trainer)
+    handle = self._publish_first(trainer)
     self._watchdog.at('evaluates the policy before training')
     self._watchdog.start()
     self._before = self._evaluate_before(trainer.version)
@@ -558,15 +592,18 @@ class Session:
         self._evaluate_beside(trainer.version)
     self._async.call(controller.start)
     try:
-      with self._signals.held():
-        while trainer.version < self._settings.steps:
-          self._signals.check()
-          with self._profiler.step(trainer.version + 1):
-            cut, metrics = self._step(trainer, controller, book)
-          self._evaluate_if_due(trainer.version)
-          if cut is not None:
-            self._save(trainer, cut, metrics, book)
-          self._keeper.look()
+      try:
+        with self._signals.held():
+          while trainer.version < self._settings.steps:
+            self._signals.check()
+            with self._profiler.step(trainer.version + 1):
+              cut, metrics = self._step(trainer, controller, book)
+            self._evaluate_if_due(trainer.version)
+            if cut is not None:
+              self._save(trainer, cut, metrics, book)
+            self._keeper.look()
+      finally:  # whatever ends the run: no step is left out of its record
+        self._settle(trainer, book)
     except Interrupted as interrupted:
       self._save_before_leaving(trainer, controller, book, interrupted)
       raise
@@ -676,25 +713,27 @@ class Session:
     export_merged(prepared, params, self._folder / run_folder.WARM_START)
     return params
 
-  def _warm_up(self, trainer: Trainer) -> Handle:
-    """Compiles training; publishes to engines that are still to start.
+  def _publish_first(self, trainer: Trainer) -> Handle:
+    """Publishes to engines that are still to start, and compiles publishing.
 
-    Their own programs are compiled beside this, since the session was opened,
-    and go on to be: each is waited for by those who call it.
+    The programs of engines and trainer are compiled since the session was
+    opened, and go on to be while the first answers are generated: each is
+    waited for by those who call it.
     """
-    with self._events.span('compile', 'train'):
-      trainer.warm_up()
-      publisher = self._rollout.publisher
-      handle = publisher.publish(trainer.version, trainer.params)
-      if self._prepared.model.lora.projections:
-        publisher.warm_up(trainer.trainable)
+    publisher = self._rollout.publisher
+    handle = publisher.publish(trainer.version, trainer.params)
+    if self._prepared.model.lora.projections:
+      publisher.warm_up(trainer.trainable)
     self._evaluator.start()
     return handle
 
   def _step(
       self, trainer: Trainer, controller: Controller, book: Book
   ) -> tuple[Cut | None, dict[str, float]]:
-    """Waits for B groups, trains on them, publishes the next version.
+    """Waits for B groups, hands out their training, publishes what comes of it.
+
+    The step before is written down in between. So is this one if it is to be
+    saved: a checkpoint holds what the logs say up to it.
 
     Returns:
       The cut at that version, if it is to be saved, and what training knows of
@@ -715,48 +754,82 @@ class Session:
     if self._settings.shuffle_rewards:
       groups = shuffle_rewards(groups, self._shuffle)
     self._watchdog.at(f'step {version + 1}: trains and publishes')
+    due = self._keeper.due(version + 1)
+    if trainer.reads_first:
+      self._settle(trainer, book)
     with self._turns or contextlib.nullcontext():
-      with self._events.span('step', 'train', version=version) as fields:
-        values = self._train(trainer, groups)
-        # None where every token was too old to be trained.
-        fields['staleness'] = values.get('staleness_mean')
-        fields['tokens'] = values['trained_tokens']
+      handed_out = self._hand_out(trainer, groups)
+      self._settle(trainer, book)  # the step before
+      self._handed_out = handed_out
+      if due:
+        self._read(trainer, handed_out)
+      elif self._turns is not None:
+        handed_out.pending.wait()  # whose turn it is has the devices
       adapters = bool(self._prepared.model.lora.projections)
       handle = self._rollout.publisher.publish(
           trainer.version,
           trainer.trainable,
           'adapter' if adapters else 'full',
       )
-    values['published_bytes'] = handle.bytes
-    if self._settings.train.offload_optimizer:
-      values |= trainer.offloaded.metrics()
-    due = self._keeper.due(trainer.version)
     cut = self._async.call(self._published, controller, trainer.version, due)
-    self._record(trainer.version, groups, values, controller, book,
-                 time.monotonic() - start)  # fmt: skip
-    return cut, values
+    handed_out.seconds = time.monotonic() - start
+    handed_out.mark = book.mark()
+    handed_out.facts = self._facts(groups, controller)
+    handed_out.facts['published_bytes'] = handle.bytes
+    if self._settings.train.offload_optimizer:
+      handed_out.facts |= trainer.offloaded.metrics()
+    if not due:
+      return None, {}
+    self._settle(trainer, book)
+    return cut, handed_out.values
 
-  def _train(
-      self, trainer: Trainer, groups: Sequence[Group]
-  ) -> dict[str, float]:
-    """One step, recorded before and after; one without a number is left."""
-    version = trainer.version
+  def _hand_out(self, trainer: Trainer, groups: Sequence[Group]) -> HandedOut:
+    """Gives the devices a step, which is recorded before."""
+    version, begun = trainer.version, time.monotonic()
     self._schedule.batch(version + 1, groups)
+    return HandedOut(version, groups, trainer.hand_out(groups), begun)
+
+  def _read(self, trainer: Trainer, step: HandedOut) -> dict[str, float]:
+    """The numbers of a step; one without a number is left."""
+    if step.values is not None:
+      return step.values
     try:
-      values = trainer.step(groups)
+      step.values = step.pending.read()
     except NonFiniteError:
+      self._handed_out = None  # there is nothing of it to be written down
+      # If the next one was handed out already, it has moved nothing.
       resume.leave_crash(
           self._folder / run_folder.CRASH,
-          dataclasses.replace(trainer.state, version=version),
-          groups,
+          dataclasses.replace(trainer.state, version=step.version),
+          step.groups,
           self._fixed,
           self._origin,
           events=self._events,
           note=self._progress.note,
       )
       raise
-    self._schedule.outcome(version + 1, values)
-    return values
+    self._events.record(
+        'step',
+        'train',
+        step.begun,
+        step.pending.wait() - step.begun,
+        version=step.version,
+        # None where every token was too old to be trained.
+        staleness=step.values.get('staleness_mean'),
+        tokens=step.values['trained_tokens'],
+    )
+    self._schedule.outcome(step.version + 1, step.values)
+    return step.values
+
+  def _settle(self, trainer: Trainer, book: Book) -> None:
+    """Writes down the step that was handed out last, if it is not yet."""
+    step = self._handed_out
+    if step is None:
+      return
+    values = self._read(trainer, step)
+    self._handed_out = None
+    if step.mark is not None:  # else its version was not published
+      self._record(step, values, book)
 
   def _published(
       self, controller: Controller, version: int, look: bool
@@ -900,23 +973,13 @@ class Session:
 
   # What is written down.
 
-  def _record(
-      self,
-      version: int,
-      groups: Sequence[Group],
-      values: dict[str, float],
-      controller: Controller,
-      book: Book,
-      seconds: float,
-  ) -> None:
-    self._tell_deaths()
-    book.add(values)
-    rows = dict(values)
-    rows.pop('trained_tokens')
+  def _facts(
+      self, groups: Sequence[Group], controller: Controller
+  ) -> dict[str, float]:
+    """Metrics of the host, at the moment."""
     flow = self._async.call(lambda: dataclasses.replace(controller.ledger))
     counts = self._scorer.counts
-    rates = book.rates()
-    rows |= {
+    facts = {
         'drawn': flow.drawn,
         'trained': flow.trained,
         'dropped': sum(flow.dropped.values()),
@@ -935,18 +998,27 @@ class Session:
         'engine_deaths': self._rollout.deaths,
         'silences': self._watchdog.told,
         **self._rollout.engine_counts,
-        'step_s': seconds,
         'rss_bytes': run_folder.rss_bytes(),
         'heap_bytes': run_folder.heap_bytes(),
         'peak_rss_bytes': run_folder.peak_rss_bytes(),
         'recompiles': self._compilations.since_warm,
-        **rates,
     }
     stalls = self._swap_stalls()
     if stalls:
-      rows['swap_stall_ms'] = 1000 * stalls[-1]
+      facts['swap_stall_ms'] = 1000 * stalls[-1]
+    return facts
+
+  def _record(
+      self, step: HandedOut, values: dict[str, float], book: Book
+  ) -> None:
+    self._tell_deaths()
+    book.add(values)
+    rates = book.rates(step.mark)
+    rows = {**values, **step.facts, **rates, 'step_s': step.seconds}
+    rows.pop('trained_tokens')
+    version = step.version + 1
     self._metrics.write(version, version, rows)
-    self._write_samples(version, groups)
+    self._write_samples(version, step.groups)
     self._progress.update(
         step=version,
         version=version,
@@ -1068,6 +1140,23 @@ class Session:
     return summary
 
 
+@dataclasses.dataclass(frozen=True)
+class Mark:
+  """Sums of a `Book` at a moment, since training began.
+
+  Attributes:
+    seconds: of wall time.
+    tokens: drawn by all replicas.
+    idle: seconds in which replicas had nothing to do, added up.
+    waited: seconds in which training waited for groups.
+  """
+
+  seconds: float
+  tokens: int
+  idle: float
+  waited: float
+
+
 class Book:
   """Running sums over the steps of a run.
 
@@ -1143,15 +1232,23 @@ class Book:
         rollout.idle_seconds - self._idle_before,
     )
 
-  def rates(self) -> dict[str, float]:
-    """Tokens a second and idle shares since training began."""
+  def mark(self) -> Mark:
+    """Where the run stands, for `rates`."""
     tokens, idle = self._rollout_so_far()
-    seconds = self.seconds
+    return Mark(self.seconds, tokens, idle, self.waited)
+
+  def rates(self, at: Mark) -> dict[str, float]:
+    """Tokens a second and idle shares from the start of training to a mark.
+
+    Args:
+      at: set before a step was added that came after those trained by then.
+    """
+    loops = len(self._rollout.loops)
     return {
-        'rollout_tokens_per_s': tokens / seconds,
-        'trained_tokens_per_s': self._sums['trained_tokens'] / seconds,
-        'rollout_idle_fraction': idle / (seconds * len(self._rollout.loops)),
-        'train_idle_fraction': self.waited / seconds,
+        'rollout_tokens_per_s': at.tokens / at.seconds,
+        'trained_tokens_per_s': self._sums['trained_tokens'] / at.seconds,
+        'rollout_idle_fraction': at.idle / (at.seconds * loops),
+        'train_idle_fraction': at.waited / at.seconds,
     }
 
   def summary(self) -> dict[str, float | None]:
@@ -1168,7 +1265,7 @@ class Book:
         'mixed_version_fraction': sums['mixed_version'] / sums['steps'],
         'engine_trainer_logprob_gap_max': most.get('logprob_gap_fresh_max'),
         'skipped_steps': self._skipped,
-        **self.rates(),
+        **self.rates(self.mark()),
     }
 
 

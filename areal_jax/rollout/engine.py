@@ -53,8 +53,8 @@ from areal_jax.models import attention, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import UNKNOWN
 from areal_jax.rollout import sampling
-from areal_jax.rollout.programs import Compile, Name, Programs
 from areal_jax.rollout.sampling import SamplingFeatures
+from areal_jax.telemetry.programs import Compile, Name, Programs
 from areal_jax.types import Request, SamplingParams
 
 Array = jax.Array

@@ -63,9 +63,9 @@ from areal_jax.rollout import engine as engine_lib
 from areal_jax.rollout.cache import SlotCache
 from areal_jax.rollout.engine import Engine, Pieces
 from areal_jax.rollout.pace import Pace
-from areal_jax.rollout.programs import Name, text_of
 from areal_jax.rollout.stopping import Stop, StopStrings
 from areal_jax.telemetry.events import EventLog
+from areal_jax.telemetry.programs import Name, text_of
 from areal_jax.tokenizer.base import Tokenizer
 from areal_jax.types import Completion, Request, StopReason
 

@@ -152,8 +152,43 @@ def make_optimizer(
   if update is None:
     update = functools.partial(_muon, sides=sides)
   return optax.chain(
-      optax.clip_by_global_norm(settings.gradient_clip), update(settings, rate)
+      optax.stateless(
+          lambda gradient, _: _clipped(gradient, settings.gradient_clip)
+      ),
+      update(settings, rate),
   )
+
+
+def squared_norms(tree: Any) -> list[jax.Array]:
+  """Sum of the squares of each leaf, float32, in the order of the leaves.
+
+  As products of a leaf with itself, which XLA for CPU has in a library: with a
+  reduction, which it writes and compiles for each shape, the program of an
+  update took half as long again to compile.
+  """
+
+  def squared(leaf: jax.Array) -> jax.Array:
+    axes = tuple(range(leaf.ndim))
+    leaf = leaf.astype(jnp.float32)
+    return jax.lax.dot_general(
+        leaf,
+        leaf,
+        ((axes, axes), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,  # TPUs and GPUs round otherwise
+    )
+
+  return [squared(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _clipped(gradient: Any, limit: float) -> Any:
+  """The gradient g as g min(1, limit / |g|), |g| its global norm.
+
+  Not `optax.clip_by_global_norm`, which divides every element by the norm, in a
+  pass over memory of its own.
+  """
+  norm = jnp.sqrt(sum(squared_norms(gradient)))
+  scale = jnp.where(norm < limit, 1.0, limit / norm)
+  return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradient)
 
 
 def _adamw(

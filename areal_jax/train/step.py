@@ -7,14 +7,16 @@ shapes runs the same compiled programs. Losses are divided by the token count of
 the whole minibatch, which is handed in, so the sum does not depend on the cut.
 
 What is minimised comes in as an `Objective`; policy and supervised training
-are two of them over the same programs. Everything is compiled in `warm_up`,
-ahead of time: a compiled program refuses any other shape or sharding instead of
-building itself anew in the middle of a run.
+are two of them over the same programs. Everything is compiled ahead of time,
+by a thread in the order of need: a compiled program refuses any other shape or
+sharding instead of building itself anew in the middle of a run.
 
 Three things may come of a minibatch (`Counters`): it is applied; it is idle,
 because no token had anything to teach, and then neither parameters nor moments
 move, not even by weight decay or momentum; or it is skipped, because its
-gradient was not finite, and then again nothing moves.
+gradient was not finite, and then again nothing moves. When one more than
+`max_consecutive_skips` were skipped in a row, the run is at its end: whatever
+is handed out before the host hears of it moves nothing and is not counted.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads, lora, moe, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import Routing
+from areal_jax.telemetry.programs import Name, Programs
 from areal_jax.train import packing as packing_lib
 from areal_jax.train.optimizer import (
     OptimizerSettings,
     learning_rate,
     make_optimizer,
+    squared_norms,
 )
 from areal_jax.train.packing import PackingSettings, Shape
 from areal_jax.train.state import Counters, Role, TrainState
@@ -202,9 +206,12 @@ class TrainStep:
       `LOGIT_BYTES` on CPUs and `LOGIT_BYTES_OF_CHIPS` elsewhere.
     replayed: (L, k) of the recorded choices of experts that microbatches have;
       None if they have none.
+    ahead: what compiles ahead of time, shared by the steps of one trainer; None
+      for one of its own.
 
   Attributes:
     role: of the network that learns, in a state.
+    ahead: as above.
 
   Raises:
     ConfigError: rows, or the tokens of a row, do not divide over the shards of
@@ -228,7 +235,9 @@ class TrainStep:
       max_consecutive_skips: int = 3,
       logit_bytes: int | None = None,
       replayed: tuple[int, int] | None = None,
+      ahead: Programs | None = None,
   ):
+    self.ahead = ahead or Programs()
     self._shards = rules.parts('batch', mesh)
     self._pieces = rules.parts('time', mesh)
     for largest, others, sizes, parts in (
@@ -271,8 +280,12 @@ class TrainStep:
     self._optimizer = make_optimizer(
         optimizer, lora.part_of(_matrix_sides(config, kind), self._learns)
     )
+    # jax remembers what it traced for a shape: `abstract_total` and the program
+    # of the largest one want the same, and it takes as long as some compile.
+    self._traced_once = jax.jit(self._gradient)
     self._batches: dict[Shape, dict[str, jax.ShapeDtypeStruct]] = {}
     self._compiled: dict[tuple[str, Shape | None], jax.stages.Compiled] = {}
+    self._planned: set[tuple[str, Shape | None]] = set()
     self._names = [
         jax.tree_util.keystr(path, simple=True, separator='/')
         for path, _ in jax.tree.leaves_with_path(self._learns)
@@ -283,28 +296,56 @@ class TrainStep:
 
     Args:
       more: 'score' or 'score_reference', where those are asked for.
+
+    Raises:
+      Exception: what the compilation of one of them raised.
     """
+    self.compile_ahead(*more)
+    self.ahead.wait_for_all()
+
+  def compile_ahead(self, *more: str) -> None:
+    """Begins to compile every program that is not planned yet, and returns.
+
+    It goes on in one thread, in the order of `programs`; nothing is computed. A
+    call of a program waits for that one alone, and it comes next.
+
+    Args:
+      more: see `warm_up`.
+    """
+    work = []
     for name, shape in self.programs(*more):
-      self._program(name, shape)
+      if (name, shape) not in self._planned:
+        self._planned.add((name, shape))
+        compile_ = functools.partial(self._compile, name, shape)
+        work.append((self._name(name, shape), compile_))
+    self.ahead.plan(work)
 
   def programs(self, *more: str) -> list[tuple[str, Shape | None]]:
-    """What `warm_up` compiles: names, and shapes of what takes a microbatch."""
-    names = ['initialise', 'zeros', 'apply']
-    of_shapes = {'accumulate', *more}
-    if self._recompute_proximal:
-      of_shapes |= {'score', 'accumulate_around'}
+    """What `warm_up` compiles: names, and shapes of what takes a microbatch.
+
+    In the order of need: what every step calls, with the largest microbatch,
+    and then the same for smaller ones.
+    """
+    of_shapes = ['score'] if 'score' in more or self._recompute_proximal else []
+    if 'score_reference' in more:
+      of_shapes.append('score_reference')
     if self._balance:
-      names.append('no_load')
-      of_shapes.add('load')
-    found: list[tuple[str, Shape | None]] = [(name, None) for name in names]
-    return found + [(n, s) for n in sorted(of_shapes) for s in self._shapes]
+      of_shapes.append('load')
+    of_shapes.append('accumulate')
+    if self._recompute_proximal:
+      of_shapes.append('accumulate_around')
+    largest, *others = self._shapes
+    found: list[tuple[str, Shape | None]] = [('initialise', None)]
+    found += [(name, largest) for name in of_shapes]
+    found += [(name, None) for name in ('zeros', 'apply')]
+    if self._balance:
+      found.append(('no_load', None))
+    return found + [(name, shape) for shape in others for name in of_shapes]
 
   def trace(self, name: str, shape: Shape | None) -> jax.stages.Traced:
     """One of `programs`, from shapes: nothing is compiled, no device used."""
-    function, arguments, donated, results = self._plan(name, shape)
-    jitted = jax.jit(
-        function, donate_argnums=donated, out_shardings=_shardings(results)
-    )
+    function, arguments, donated, placed = self._plan(name, shape)
+    jitted = jax.jit(function, donate_argnums=donated, out_shardings=placed)
     return jitted.trace(*arguments)
 
   def initial_state(
@@ -458,8 +499,12 @@ class TrainStep:
     Raises:
       NonFiniteError: more than `max_consecutive_skips` were skipped in a row.
     """
-    fetched = [self._outcome(o) for o in jax.device_get(list(outcomes))]
-    for outcome in fetched:
+    return self.outcomes(jax.device_get(list(outcomes)), step)
+
+  def outcomes(self, fetched: Sequence[PyTree], step: int) -> list[Outcome]:
+    """Outcomes that are on the host already; see `fetch`."""
+    found = [self._outcome(raw) for raw in fetched]
+    for outcome in found:
       if outcome.consecutive_skips > self._max_consecutive_skips:
         raise NonFiniteError(
             f'step {step}: {outcome.consecutive_skips} updates in a row had a'
@@ -467,7 +512,7 @@ class TrainStep:
             f' max_consecutive_skips={self._max_consecutive_skips}; this time'
             f' in {", ".join(outcome.nonfinite)}'
         )
-    return fetched
+    return found
 
   def _outcome(self, raw: Mapping[str, Any]) -> Outcome:
     norm = float(raw['gradient_norm'])
@@ -604,7 +649,7 @@ class TrainStep:
     return jax.value_and_grad(loss, has_aux=True)(learns)
 
   def _accumulate(self, total, roles, batch):
-    (loss, (stats, routing)), gradient = self._gradient(roles, batch)
+    (loss, (stats, routing)), gradient = self._traced_once(roles, batch)
     return {
         'gradient': jax.tree.map(jnp.add, total['gradient'], gradient),
         'routing': jax.tree.map(jnp.add, total['routing'], routing),
@@ -614,13 +659,12 @@ class TrainStep:
 
   def _apply(self, learner: Role, total, teaches):
     gradient, counters = total['gradient'], learner.counters
-    squares = [
-        jnp.sum(jnp.square(leaf.astype(jnp.float32)))
-        for leaf in jax.tree.leaves(gradient)
-    ]
+    squares = squared_norms(gradient)
     norm = jnp.sqrt(sum(squares))
     finite = jnp.isfinite(norm) & jnp.isfinite(total['loss'])
-    applied = finite & teaches
+    goes_on = counters.consecutive_skips <= self._max_consecutive_skips
+    skipped = goes_on & ~finite
+    applied = goes_on & finite & teaches
     changes, optimizer = self._optimizer.update(
         gradient, learner.optimizer, learner.trainable
     )
@@ -631,16 +675,18 @@ class TrainStep:
 
     after = Counters(
         applied_updates=counters.applied_updates + applied,
-        idle_updates=counters.idle_updates + (finite & ~teaches),
-        skipped_updates=counters.skipped_updates + ~finite,
+        idle_updates=counters.idle_updates + (goes_on & finite & ~teaches),
+        skipped_updates=counters.skipped_updates + skipped,
         consecutive_skips=jnp.where(
-            applied, 0, counters.consecutive_skips + ~finite
+            applied, 0, counters.consecutive_skips + skipped
         ),
     )
     outcome = {
         'applied': applied,
         'gradient_norm': norm,
-        'update_norm': jnp.where(applied, optax.tree.norm(changes), 0.0),
+        'update_norm': jnp.where(
+            applied, jnp.sqrt(sum(squared_norms(changes))), 0.0
+        ),
         'squared_norms': jnp.stack(squares),
         'learning_rate': learning_rate(
             self._settings, counters.applied_updates
@@ -705,7 +751,7 @@ class TrainStep:
     """Shape and sharding of what `accumulate` sums up."""
     roles = self._scored_roles(self.abstract_state)
     (loss, (stats, routing)), gradient = jax.eval_shape(
-        self._gradient, roles, self._summed_batch(self._shapes[0])
+        self._traced_once, roles, self._summed_batch(self._shapes[0])
     )
     return {
         'gradient': _with_shardings(gradient, _shardings(self._learns)),
@@ -748,53 +794,60 @@ class TrainStep:
   def _program(
       self, name: str, shape: Shape | None = None
   ) -> jax.stages.Compiled:
-    """The compiled program of that name; `warm_up` asks for all of them.
+    """The compiled program of that name; waits if it is being compiled.
 
     Args:
       name: see `_plan`.
       shape: of its batch; None for those that take none.
     """
     if (name, shape) not in self._compiled:
-      self._compiled[name, shape] = self.trace(name, shape).lower().compile()
+      self.ahead.wait(self._name(name, shape))
+    if (name, shape) not in self._compiled:  # nobody planned it, or gave it up
+      self._compile(name, shape)
     return self._compiled[name, shape]
+
+  def _compile(self, name: str, shape: Shape | None) -> None:
+    self._compiled[name, shape] = self.trace(name, shape).lower().compile()
+
+  def _name(self, name: str, shape: Shape | None) -> Name:
+    sizes = () if shape is None else (shape.rows, shape.row_tokens)
+    return (self.role, name, *sizes)
 
   def _plan(
       self, name: str, shape: Shape | None
   ) -> tuple[Callable, tuple, tuple[int, ...], PyTree]:
-    """Function, shapes of arguments, which are donated, shapes of results."""
+    """Function, shapes of arguments, which are donated, where results go."""
     state = self.abstract_state
     learner = state.roles[self.role]
     if name == 'initialise':
-      return self._initialise, (self._params,), (0,), learner
+      return self._initialise, (self._params,), (0,), _shardings(learner)
     if name == 'copy':
       copy = functools.partial(jax.tree.map, jnp.copy)
-      return copy, (self._learns,), (), self._learns
+      return copy, (self._learns,), (), _shardings(self._learns)
     if name == 'no_load':
       load = self._abstract_load
-      return functools.partial(_zeros, load), (), (), load
+      return functools.partial(_zeros, load), (), (), self._everywhere
     total = self.abstract_total
     if name == 'zeros':
-      return functools.partial(_zeros, total), (), (), total
+      return functools.partial(_zeros, total), (), (), _shardings(total)
     if name == 'apply':
       teaches = self._replicated(jax.ShapeDtypeStruct((), jnp.bool_))
-      arguments = (learner, total, teaches)
-      _, outcome = jax.eval_shape(self._apply, *arguments)
-      results = (learner, self._replicated(outcome))
-      return self._apply, arguments, (0,), results
+      placed = (_shardings(learner), self._everywhere)
+      return self._apply, (learner, total, teaches), (0,), placed
     batch = self._batch(shape)
     logps = batch['behavior_logps']
     if name == 'score':
-      return self._score, (self._params, batch), (), logps
+      return self._score, (self._params, batch), (), logps.sharding
     if name == 'score_reference':
       arguments = (self._reference_params(state), batch)
-      return self._score_reference, arguments, (), logps
+      return self._score_reference, arguments, (), logps.sharding
     if name == 'load':
-      load = self._abstract_load
-      return self._load, (load, self._params, batch), (0,), load
+      arguments = (self._abstract_load, self._params, batch)
+      return self._load, arguments, (0,), self._everywhere
     roles, batch = self._scored_roles(state), self._summed_batch(shape)
     if name == 'accumulate_around':
       batch = {**batch, 'proximal_logps': logps}
-    return self._accumulate, (total, roles, batch), (0,), total
+    return self._accumulate, (total, roles, batch), (0,), _shardings(total)
 
   def _replicated(self, shapes: PyTree) -> PyTree:
     return _with_shardings(

@@ -7,18 +7,21 @@ settings have a critic, its values come into the advantages, and it is updated
 before the policy. The trainer waits for nothing and publishes nothing: whoever
 calls `step` brings the groups and takes `params` to the engines.
 
-All of a step's work is handed to the devices before the first number is read
-back, and everything that is read comes in one transfer at its end. Three
-settings have to read before they can go on, once a step: a critic (its values
-make the advantages), a KL in the reward (so does the reference), and the
-second-moment mask (the log-probs of the whole batch decide what stays).
+A step hands out its work and waits for nothing: its numbers come in one
+transfer, by a thread, and whoever called asks for them when the next step is
+handed out. Three settings have to read before they can go on, once a step: a
+critic (its values make the advantages), a KL in the reward (so does the
+reference), and the second-moment mask (the log-probs of the whole batch decide
+what stays). Optimizers that lie on the host between steps are waited for too.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import math
+import time
 from typing import Any, Callable, Mapping, Sequence
 
 import jax
@@ -34,6 +37,7 @@ from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads
 from areal_jax.models.config import ModelConfig
+from areal_jax.telemetry.programs import Programs
 from areal_jax.train import offload, packing
 from areal_jax.train.critic import CriticSettings, value_objective
 from areal_jax.train.optimizer import OptimizerSettings
@@ -149,6 +153,10 @@ class Minibatch:
   returns: tuple[np.ndarray, ...] = ()
 
 
+# The programs of the policy, and those of the critic if there is one.
+Steps = tuple[TrainStep, TrainStep | None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Looked:
   """What networks say of a batch before it is trained on.
@@ -163,14 +171,46 @@ class Looked:
   reference_logps: list[np.ndarray] | None = None
 
 
+class Pending:
+  """A step that was handed out; its numbers are still to come.
+
+  Args:
+    numbers: what a thread brings of the devices, and the monotonic second at
+      which it had it.
+    finish: makes metrics of it; may raise.
+  """
+
+  def __init__(
+      self,
+      numbers: concurrent.futures.Future[tuple[Any, float]],
+      finish: Callable[[Any], dict[str, float]],
+  ):
+    self._numbers = numbers
+    self._finish = finish
+
+  def wait(self) -> float:
+    """Waits for the devices; the monotonic second at which they had done."""
+    return self._numbers.result()[1]
+
+  def read(self) -> dict[str, float]:
+    """Waits for the devices; the metrics, see `Trainer.step`.
+
+    Raises:
+      NonFiniteError: too many updates in a row were skipped.
+    """
+    return self._finish(self._numbers.result()[0])
+
+
 def build_steps(
     config: ModelConfig,
     settings: TrainSettings,
     mesh: Mesh,
     rules: Rules,
     reference: ModelConfig | None = None,
-) -> tuple[TrainStep, TrainStep | None]:
+) -> Steps:
   """The programs of the policy and of the critic; nothing is compiled yet.
+
+  Both have one `ahead`, which compiles them one after the other.
 
   Args:
     config: the policy.
@@ -182,7 +222,7 @@ def build_steps(
   build = functools.partial(
       TrainStep, mesh=mesh, rules=rules, packing=settings.packing,
       max_consecutive_skips=settings.max_consecutive_skips,
-      replayed=_replayed(config),
+      replayed=_replayed(config), ahead=Programs(),
   )  # fmt: skip
   rows = ('batch', 'time')
   policy_step = build(
@@ -206,6 +246,19 @@ def build_steps(
   return policy_step, critic_step
 
 
+def compile_ahead(steps: Steps, settings: TrainSettings) -> None:
+  """Begins to compile whatever a trainer of these settings runs; returns.
+
+  Args:
+    steps: from `build_steps`.
+    settings: those that they were built with.
+  """
+  policy_step, critic_step = steps
+  if critic_step is not None:  # its values are asked for first
+    critic_step.compile_ahead('score')
+  policy_step.compile_ahead(*settings.scores)
+
+
 class Trainer:
   """Owns the policy that learns, and its critic.
 
@@ -222,6 +275,8 @@ class Trainer:
     seed: of the critic's head.
     max_age: versions above which a token has no part in the loss or in its
       denominator (the staleness policy `mask`); inf for none.
+    steps: from `build_steps` of the same, which may be compiling already; None
+      to build them here.
 
   Attributes:
     state: the train state; `restore` takes a saved one over. Between steps its
@@ -240,12 +295,13 @@ class Trainer:
       reference: tuple[ModelConfig, Any] | None = None,
       seed: int = 0,
       max_age: float = math.inf,
+      steps: Steps | None = None,
   ):
     self._settings = settings
     self._max_age = max_age
     self._replayed = _replayed(config)
     reference_config, reference_params = reference or (None, None)
-    self._step, self._critic = build_steps(
+    self._step, self._critic = steps or build_steps(
         config, settings, mesh, rules, reference_config
     )
     roles = {}
@@ -254,6 +310,9 @@ class Trainer:
       head = heads.with_head(config, 'value', trunk, seed, mesh, rules)
       roles = self._critic.initial_state(head).roles
     state = self._step.initial_state(params, reference_params)
+    self._reads = concurrent.futures.ThreadPoolExecutor(
+        1, thread_name_prefix='numbers'
+    )
     self.offloaded = offload.Offloaded()
     self.state = self._rested(TrainState({**state.roles, **roles}, version=0))
 
@@ -306,32 +365,57 @@ class Trainer:
 
   def warm_up(self) -> None:
     """Compiles whatever a step will run."""
-    self._step.warm_up(*self._settings.scores)
-    if self._critic is not None:
-      self._critic.warm_up('score')
+    compile_ahead((self._step, self._critic), self._settings)
+    self._step.ahead.wait_for_all()
+
+  @property
+  def reads_first(self) -> bool:
+    """Whether a step has to wait for the one before in any case."""
+    settings = self._settings
+    return bool(
+        settings.advantages.critic
+        or settings.advantages.kl_coefficient > 0
+        or settings.loss.second_moment is not None
+        or settings.offload_optimizer
+    )
 
   def step(self, groups: Sequence[Group]) -> dict[str, float]:
-    """Trains one batch and raises the version.
+    """Trains one batch, raises the version and waits for the numbers.
 
     Args:
-      groups: in any order; they are sorted by draw, and members by sample, so
-        that the same groups give the same bits.
+      groups: see `hand_out`.
 
     Returns:
       Values of the metrics of `telemetry.metrics` that training can know, and
       `trained_tokens`. What was not measured is absent.
 
     Raises:
+      ValueError: see `hand_out`.
+      NonFiniteError: too many updates in a row were skipped.
+    """
+    return self.hand_out(groups).read()
+
+  def hand_out(self, groups: Sequence[Group]) -> Pending:
+    """Hands all work of one batch to the devices and raises the version.
+
+    Steps may follow before the numbers of this one are read. If too many of its
+    updates were skipped, they move nothing: `state` is then that of the end of
+    this one, but for its version.
+
+    Args:
+      groups: in any order; they are sorted by draw, and members by sample, so
+        that the same groups give the same bits.
+
+    Raises:
       ValueError: fewer groups than minibatches, a group twice, one without any
         trajectory, a trajectory without a score or longer than a row.
-      NonFiniteError: too many updates in a row were skipped.
     """
     # Whatever crosses between host and devices says so.
     with jax.transfer_guard('disallow'):
       return self._step_on(_in_order(groups, self._settings.minibatches))
 
-  def _step_on(self, groups: Sequence[Group]) -> dict[str, float]:
-    """`step` on groups that are in order."""
+  def _step_on(self, groups: Sequence[Group]) -> Pending:
+    """`hand_out` of groups that are in order."""
     version = self.version
     trained = [mask_stale(group, version, self._max_age) for group in groups]
     looked = self._look(trained)
@@ -340,15 +424,34 @@ class Trainer:
     )
     state, criticised = self._train_critic(self._roused(), minibatches)
     state, outcomes = self._train_policy(state, minibatches)
-    # Before reading back: the buffers of the state before are gone.
+    # Before anything can fail: the buffers of the state before are gone.
     self.state = dataclasses.replace(state, version=version + 1)
-    fetched = self._step.fetch(outcomes, version)
+    numbers = self._reads.submit(_fetched, (outcomes, criticised))
     self.state = self._rested(self.state)
+
+    def finish(numbers: Any) -> dict[str, float]:
+      return self._metrics(
+          groups, trained, looked, minibatches, *numbers, version
+      )
+
+    return Pending(numbers, finish)
+
+  def _metrics(
+      self,
+      groups: Sequence[Group],
+      trained: Sequence[Group],
+      looked: Looked,
+      minibatches: Sequence[Minibatch],
+      outcomes: Sequence[Any],
+      criticised: Sequence[Any],
+      version: int,
+  ) -> dict[str, float]:
+    """Of a step; outcomes are on the host."""
     tokens = [part.tokens for part in minibatches]
     values = {
         **describe(groups, version, self._max_age),
         **summarize(
-            fetched,
+            self._step.outcomes(outcomes, version),
             [part.denominator for part in minibatches],
             exact=self._settings.loss.proximal == 'exact',
         ),
@@ -360,9 +463,9 @@ class Trainer:
     if self._settings.advantages.kl_coefficient:
       values['kl_reference'] = _mean_kl(trained, looked, self._settings)
     if self._critic is not None:
-      fetched = self._critic.fetch(criticised, version)
       values |= summarize_critic(
-          fetched, [part.critic_denominator for part in minibatches]
+          self._critic.outcomes(criticised, version),
+          [part.critic_denominator for part in minibatches],
       )
     return values
 
@@ -498,6 +601,11 @@ class Trainer:
           batches, np.split(kept, ends[:-1]), own, strict=True
       ):
         batch['kept'] = self._step.rows(rows.reshape(of.shape))
+
+
+def _fetched(outcomes: Any) -> tuple[Any, float]:
+  """Them on the host, and the monotonic second at which they were."""
+  return jax.device_get(outcomes), time.monotonic()
 
 
 def _flat(microbatches: Sequence[np.ndarray]) -> np.ndarray:

@@ -17,11 +17,11 @@ from areal_jax.rollout import loop as loop_lib
 from areal_jax.rollout.client import EngineClient, echoed, generate_samples
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.loop import EngineLoop, EngineStopped
-from areal_jax.rollout.programs import Programs
 from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.rollout.workflow import answer_of
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.events import EventLog
+from areal_jax.telemetry.programs import Programs
 from areal_jax.types import StopReason
 from tests import tiny
 from tests.plain_sampling import plain_logps

@@ -1,6 +1,8 @@
 """The trainer: order, versions, metrics by hand, resume, no recompiling."""
 
+import contextlib
 import dataclasses
+import threading
 
 import jax
 import numpy as np
@@ -156,37 +158,141 @@ def test_what_is_sent_to_devices_by_accident_is_refused(restart, monkeypatch):
     restart.step(batch())
 
 
-def test_the_host_waits_once_a_step_and_after_all_is_handed_out(
-    restart, monkeypatch
-):
-  restart.step(batch())  # its version was put on the devices to begin with
-  happened = []
+@pytest.fixture
+def no_waiting(monkeypatch):
+  """A context in which this thread may not wait for a device.
 
-  def told(name, function):
+  All ways in which an array of a device becomes one of the host, and the wait
+  for it. Other threads may: they do not keep the next step from being handed
+  out.
+  """
+  forbids = threading.local()
+
+  def guarded(function):
     def call(*arguments, **named):
-      happened.append(name)
+      if getattr(forbids, 'now', False):
+        raise RuntimeError('the host waits for a device')
       return function(*arguments, **named)
 
     return call
 
-  for name in ('place', 'score', 'accumulate', 'apply'):
-    whole = told('sent', getattr(restart._step, name))
-    monkeypatch.setattr(restart._step, name, whole)
-  # All ways in which an array of a device becomes one of the host.
   array = type(jax.numpy.zeros(0))
   value = array._value
-  read = property(lambda x: told('read', lambda: value.__get__(x))())
+  read = property(guarded(lambda x: value.__get__(x)))
   monkeypatch.setattr(array, '_value', read)
-  monkeypatch.setattr(jax, 'device_get', told('fetched', jax.device_get))
-  monkeypatch.setattr(
-      jax, 'block_until_ready', told('waited', jax.block_until_ready)
+  monkeypatch.setattr(jax, 'device_get', guarded(jax.device_get))
+  wait = guarded(jax.block_until_ready)
+  monkeypatch.setattr(jax, 'block_until_ready', wait)
+
+  @contextlib.contextmanager
+  def forbidden():
+    forbids.now = True
+    try:
+      yield
+    finally:
+      forbids.now = False
+
+  return forbidden
+
+
+def test_a_step_waits_for_nothing_and_its_numbers_come_later(
+    restart, start, no_waiting
+):
+  one_by_one = [restart.step(batch(step)) for step in range(3)]
+  straight = jax.device_get(restart.state)
+  restart.state = jax.device_put(start, restart.state_shardings())
+  restart.step(batch(9))  # its version was put on the devices to begin with
+  restart.state = jax.device_put(start, restart.state_shardings())
+  assert restart.version == 0
+  restart.state = dataclasses.replace(restart.state, version=0)
+  with no_waiting():
+    pending = [restart.hand_out(batch(step)) for step in range(3)]
+  assert restart.version == 3
+  # In any order, under their own step.
+  assert [p.read() for p in pending[::-1]] == one_by_one[::-1]
+  jax.tree.map(
+      np.testing.assert_array_equal, jax.device_get(restart.state), straight
   )
-  restart.step(batch(4))
-  assert happened.count('sent') >= 6  # of two minibatches
-  waits = [name for name in happened if name not in ('sent', 'read')]
-  assert waits == ['fetched']
-  first = min(happened.index(name) for name in ('read', 'fetched'))
-  assert 'sent' not in happened[first:]
+
+
+@pytest.mark.parametrize('name', ['float', 'device_get', 'block_until_ready'])
+def test_a_step_that_waits_is_seen(restart, monkeypatch, no_waiting, name):
+  """Planted fault: a step looks at what came of its own update."""
+  apply = restart._step.apply
+  looks = {'float': float}.get(name) or (lambda x: getattr(jax, name)(x))
+
+  def curious(state, total, *, teaches):
+    state, outcome = apply(state, total, teaches=teaches)
+    looks(outcome['loss'])
+    return state, outcome
+
+  monkeypatch.setattr(restart._step, 'apply', curious)
+  restart.state = dataclasses.replace(restart.state, version=0)
+  with no_waiting(), pytest.raises(RuntimeError, match='the host waits'):
+    restart.hand_out(batch())
+
+
+def test_what_is_handed_out_after_the_end_moves_nothing(restart):
+  """Step 0 ends the run; step 1, which is sound, came before that was heard."""
+  bad = batch()
+  for index, group_ in enumerate(bad):
+    logps = [np.full_like(t.logps, np.nan) for t in group_.trajectories]
+    bad[index] = dataclasses.replace(
+        group_,
+        trajectories=tuple(
+            dataclasses.replace(t, logps=own)
+            for t, own in zip(group_.trajectories, logps)
+        ),
+    )
+  ended = restart.hand_out(bad)  # two minibatches, where one may be skipped
+  state = jax.device_get(restart.state)
+  after = restart.hand_out(batch(4))
+  with pytest.raises(NonFiniteError, match='step 0: 2 updates'):
+    ended.read()
+  with pytest.raises(NonFiniteError, match='step 1: 2 updates'):
+    after.read()
+  jax.tree.map(
+      np.testing.assert_array_equal,
+      jax.device_get(restart.state),
+      dataclasses.replace(state, version=2),
+  )
+  assert restart.state.policy.counters.skipped_updates == 2
+
+
+def test_the_first_step_waits_for_what_it_calls_alone(parts):
+  """The smaller microbatch is still to be compiled when it has been trained."""
+  mesh, rules, params = parts
+  settings = dataclasses.replace(
+      SETTINGS,
+      minibatches=1,
+      loss=PolicyLoss(),
+      packing=PackingSettings(row_tokens=12, rows=4, fewer=(2,)),
+  )
+  steps = trainer_lib.build_steps(CONFIG, settings, mesh, rules)
+  gate = threading.Event()
+  compile_ = steps[0]._compile
+  counter = CompilationCounter().install()
+
+  def slow(name, shape):
+    if shape is not None and shape.rows == 2:
+      assert gate.wait(60)
+    else:
+      compile_(name, shape)
+
+  steps[0]._compile = slow
+  try:
+    trainer_lib.compile_ahead(steps, settings)
+    trainer_lib.compile_ahead(steps, settings)  # again changes nothing
+    made = Trainer(CONFIG, settings, mesh, rules, params(), steps=steps)
+    counter.mark_warm()
+    made.step(batch(0, 3))  # four rows
+    assert 'accumulate 2 12' in steps[0].ahead.explain()
+    assert steps[0].ahead.done == 4
+  finally:
+    gate.set()
+    steps[0].ahead.close()
+    counter.uninstall()
+  assert counter.names_since_warm == []
 
 
 def test_version_counts_steps_and_not_updates(restart):

@@ -1,4 +1,4 @@
-"""The programs of an engine, compiled before they are called.
+"""The programs of an engine or a trainer, compiled before they are called.
 
 A plan goes in: names of programs in the order in which a run will need them,
 and for each a function that compiles it from shapes alone. One thread works it
@@ -7,10 +7,12 @@ to call a program waits for that one, and what is waited for comes next. Which
 program is called depends on what is ready in one case alone, that of decode
 steps for few slots, which loops that repeat a run bit by bit do not take.
 
-Nothing of a program is kept here. `jitted.lower(shapes).compile()` leaves it
-where a call of `jitted` with such arguments finds it (jax 0.10.2; a test would
-see a version that does not), so calls cost what they always cost, and arguments
-that nobody planned for still compile, and are counted as a defect.
+Nothing of a program is kept here: who plans one says where it stays. For an
+engine `jitted.lower(shapes).compile()` leaves it where a call of `jitted` with
+such arguments finds it (jax 0.10.2; a test would see a version that does not),
+so calls cost what they always cost, and arguments that nobody planned for still
+compile, and are counted as a defect. A trainer keeps what was compiled and
+calls that.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def text_of(name: Name) -> str:
 
 
 class Programs:
-  """What one engine has compiled, compiles and is still to compile."""
+  """What an engine or trainer has compiled, compiles and is to compile."""
 
   def __init__(self):
     self._changed = threading.Condition()

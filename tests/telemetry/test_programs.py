@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from areal_jax.rollout.programs import Programs, text_of
+from areal_jax.telemetry.programs import Programs, text_of
 
 WAIT_S = 60
 
@@ -168,7 +168,7 @@ def test_closing_waits_for_what_has_begun_and_gives_up_the_rest(made):
 def test_process_ends_though_much_is_left_to_compile():
   code = """
 import threading
-from areal_jax.rollout.programs import Programs
+from areal_jax.telemetry.programs import Programs
 
 begun = threading.Event()
 
