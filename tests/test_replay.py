@@ -253,7 +253,9 @@ def test_batch_without_a_number_is_kept_and_fails_again_alone(tmp_path):
   saved, _ = checkpoint.latest(crash / 'checkpoints')
   assert saved.step == step - 1
   whole = Schedule(tmp_path / 'run' / run_folder.SCHEDULE)
-  assert whole.steps[-1] == step and whole.outcome(step) is None
+  assert whole.outcome(step - 1) and whole.outcome(step) is None
+  # The step behind it may have been handed out before it was known.
+  assert whole.steps[-1] in (step, step + 1)
   assert [g.draw_index for g in kept.batch(step)] == [
       g.draw_index for g in whole.batch(step)
   ]

@@ -623,6 +623,32 @@ def unembed(
   return layout.rows(logits, x.shape[:-1], 'vocab')
 
 
+def with_whole_unembedding(
+    config: ModelConfig,
+    params: Params,
+    dtype: jax.typing.DTypeLike,
+    mesh: Mesh | None,
+    rules: Rules | None,
+) -> Params:
+  """Parameters for an `unembed` that is called part by part.
+
+  Where parameters are cut along the width, each call would gather the matrix
+  anew, in every pass; here it is gathered once, in the dtype of the states.
+
+  Args:
+    config: of the policy.
+    params: of the policy.
+    dtype: of the states that are going to be unembedded.
+    mesh: where the parameters lie; None for one device.
+    rules: how they lie there.
+  """
+  name, axes = 'unembedding', ('width', 'vocab')
+  if config.tied_embeddings:
+    name, axes = 'embedding', ('vocab', 'width')
+  matrix = _Layout(mesh, rules)(params[name].astype(dtype), *axes)
+  return {**params, name: matrix}
+
+
 def forward(
     config: ModelConfig,
     params: Params,

@@ -57,9 +57,9 @@ Batch = Mapping[str, Array]
 # The loss holds a few arrays of this size at once, instead of some of the size
 # of a whole microbatch's logits.
 LOGIT_BYTES = 1 << 27
-# Where parameters are cut, the unembedding is gathered for each part anew, and
-# its gradient summed: with parts of the size above, a row of 32,768 tokens and
-# a vocabulary of 152,000 that was most of what a step sent.
+# Where rows are cut, the gradient of the unembedding is summed over devices for
+# each part anew: with parts of the size above, a row of 32,768 tokens and a
+# vocabulary of 152,000 that was most of what a step sent.
 LOGIT_BYTES_OF_CHIPS = 1 << 29
 
 
@@ -574,8 +574,11 @@ class TrainStep:
         given=batch.get('routing') if replay else None,
         **place,
     )
+    whole = transformer.with_whole_unembedding(
+        config, params, states.dtype, **place
+    )
     logps, entropy = logprobs.masked_logps(
-        lambda x: transformer.unembed(config, params, x, **place),
+        lambda x: transformer.unembed(config, whole, x, **place),
         states,
         batch['ids'],
         batch['segment_ids'],

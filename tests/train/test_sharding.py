@@ -1,6 +1,7 @@
 """A train step on eight devices is that of one, however they are arranged."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig, MoeSettings
 from areal_jax.train import packing
 from areal_jax.train.optimizer import OptimizerSettings
-from areal_jax.train.packing import PackingSettings
+from areal_jax.train.packing import PackingSettings, Shape
 from areal_jax.train.step import TrainStep, policy_objective
 
 ROWS, TOKENS, VOCABULARY = 4, 24, 24
@@ -187,3 +188,28 @@ def test_a_shift_that_stops_at_the_border_of_a_shard_is_seen(monkeypatch):
   monkeypatch.setattr(logprobs, '_left', torn)
   found, _ = trained(DENSE)
   assert abs(found['loss'] - alone(DENSE)[0]['loss']) > 1e-4
+
+
+def _gathers_in_chunks(step):
+  """All-gathers where chunks of states become logits, in every pass."""
+  program = step.trace('accumulate', Shape(ROWS, TOKENS)).lower().compile()
+  found = re.findall(r' all-gather(?:-start)?\(.*/cond/', program.as_text())
+  return len(found)
+
+
+def test_the_unembedding_is_gathered_once_and_not_in_each_chunk(monkeypatch):
+  mesh = mesh_of(jax.devices()[:4], fsdp=2, tensor=2)
+  build = lambda: TrainStep(
+      DENSE,
+      policy_objective(PolicyLoss()),
+      OptimizerSettings(),
+      mesh,
+      Rules(),
+      PackingSettings(TOKENS, ROWS),
+      logit_bytes=FEW // mesh.size,
+  )
+  assert _gathers_in_chunks(build()) == 0
+  # Planted fault: the matrix is handed on as it lies.
+  as_it_lies = lambda config, params, *_, **__: params
+  monkeypatch.setattr(transformer, 'with_whole_unembedding', as_it_lies)
+  assert _gathers_in_chunks(build()) >= 2  # forward, and again going back
