@@ -1241,7 +1241,8 @@ class Book:
     """Tokens a second and idle shares from the start of training to a mark.
 
     Args:
-      at: set before a step was added that came after those trained by then.
+      at: a moment by which the steps that were added had been handed out, and
+        no other.
     """
     loops = len(self._rollout.loops)
     return {

@@ -90,7 +90,9 @@ def get_config() -> Experiment:
           ),
       ),
       train=TrainSettings(
-          packing=PackingSettings(row_tokens=2048, rows=16),
+          # An update's 128 answers fill some 23 rows, which two microbatches of
+          # 16 would hold with a quarter of padding.
+          packing=PackingSettings(row_tokens=2048, rows=16, fewer=(4,)),
           minibatches=4,
           loss=PolicyLoss(clip=0.2),
           optimizer=OptimizerSettings(

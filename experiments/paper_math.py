@@ -109,7 +109,8 @@ def get_config(size: str = '1.5B') -> Experiment:
           ),
       ),
       train=TrainSettings(
-          # The paper's budget of a microbatch, 32,768 tokens a device.
+          # The paper's budget of a microbatch, 32,768 tokens a device: one row
+          # each, so there are no fewer to declare.
           packing=PackingSettings(row_tokens=32_768, rows=train),
           minibatches=4,
           optimizer=OptimizerSettings(

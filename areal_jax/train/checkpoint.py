@@ -55,6 +55,7 @@ Part = bytes | Any | Callable[[], bytes | Any]
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 _STEP = re.compile(r'\d{8,}')
+_PARAMETERS = ('trainable', 'frozen')  # parts of a role, see `state.Role`
 _WAIT_SECONDS = 1800.0
 _CHUNK = 1 << 22
 
@@ -266,7 +267,8 @@ def restore_state(
     like: `jax.ShapeDtypeStruct` with shardings in place of arrays.
     padded: axis by name of those parameters that may be padded to another
       length than when they were saved: the vocabulary is, so that it divides
-      over a mesh. Zeros come or go at its end.
+      over a mesh. Zeros come or go at its end, and at that of the moments,
+      those too that have one axis of their parameter only.
 
   Raises:
     CheckpointError: its tensors are not those of `like`; names the first.
@@ -312,10 +314,11 @@ def restore_params(
   wanted = {where: leaf for where, (_, leaf) in saved_as.items()}
   left = ()
   if matching:
+    lengths = _padded_lengths(saved, wanted, padded or {})
     left = tuple(
         where
         for where, leaf in wanted.items()
-        if _difference(saved, where, leaf, padded or {})
+        if _difference(saved, where, leaf, lengths)
     )
     wanted = {n: leaf for n, leaf in wanted.items() if n not in left}
   else:
@@ -334,8 +337,9 @@ def _require_tensors(
     padded: Mapping[str, int],
 ) -> None:
   """Refuses tensors that differ from the wanted ones or have no place."""
+  lengths = _padded_lengths(saved, wanted, padded)
   for name, leaf in wanted.items():
-    difference = _difference(saved, name, leaf, padded)
+    difference = _difference(saved, name, leaf, lengths)
     if difference:
       raise CheckpointError(f'checkpoint {saved.path}: {difference}')
   extra = sorted(set(known) - set(wanted))
@@ -346,23 +350,38 @@ def _require_tensors(
     )
 
 
+def _padded_lengths(
+    saved: Saved, wanted: Shapes, padded: Mapping[str, int]
+) -> dict[str, tuple[int, int]]:
+  """Saved and wanted length of the padded axis, by name of the parameter."""
+  lengths = {}
+  for name, leaf in wanted.items():
+    _, role, *_ = name.split('/')
+    parameter = name.rpartition('/')[2]
+    kinds = [f'roles/{role}/{kind}/{parameter}' for kind in _PARAMETERS]
+    if name in kinds and name in saved.tensors and parameter in padded:
+      axis, shape = padded[parameter], saved.tensors[name][1]
+      if len(shape) == len(leaf.shape):
+        lengths[parameter] = shape[axis], leaf.shape[axis]
+  return lengths
+
+
 def _difference(
     saved: Saved,
     name: str,
     leaf: jax.ShapeDtypeStruct,
-    padded: Mapping[str, int],
+    lengths: Mapping[str, tuple[int, int]],
 ) -> str:
   """What is wrong with a saved tensor; empty if nothing is."""
   if name not in saved.tensors:
     return f'tensor {name} is missing'
   dtype, shape = saved.tensors[name]
-  axis = padded.get(name.rpartition('/')[2])
-
-  def but_for_padding(shape):
-    return [n for i, n in enumerate(shape) if i != axis]
-
-  right = len(shape) == len(leaf.shape) and (
-      but_for_padding(shape) == but_for_padding(leaf.shape)
+  # A factored moment has the axes of its parameter but one, so the padded one
+  # is known by its length.
+  padding = lengths.get(name.rpartition('/')[2])
+  right = len(shape) == len(leaf.shape) and all(
+      one == other or (one, other) == padding
+      for one, other in zip(shape, leaf.shape)
   )
   if right and dtype == str(leaf.dtype):
     return ''

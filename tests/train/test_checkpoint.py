@@ -20,6 +20,7 @@ from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.events import EventLog
 from areal_jax.train import checkpoint as lib
 from areal_jax.train.checkpoint import CheckpointError, CheckpointSettings
+from areal_jax.train.optimizer import OptimizerSettings, make_optimizer
 from areal_jax.train.state import Counters, Role, TrainState
 from tests import tiny
 
@@ -172,6 +173,75 @@ def test_padding_is_cut_off_again(tmp_path, open_):
   saved, _ = lib.latest(tmp_path / 'checkpoints')
   restored = lib.restore_state(saved, shapes(state()), {'embedding': 0})
   assert_same(restored, state(1))
+
+
+def factored(vocabulary, mesh):
+  """A state of Adafactor after an update, its 130 tokens padded with zeros."""
+  random = np.random.default_rng(0)
+
+  def drawn():
+    table, matrix = random.normal(size=(130, 128)), random.normal(
+        size=(128, 130)
+    )
+    more = vocabulary - 130
+    padded = {
+        'embedding': np.pad(table, ((0, more), (0, 0))),
+        'unembedding': np.pad(matrix, ((0, 0), (0, more))),
+    }
+    return {name: jnp.asarray(x, jnp.float32) for name, x in padded.items()}
+
+  params, gradient = drawn(), drawn()
+  optimizer = make_optimizer(OptimizerSettings(kind='adafactor'))
+  cut = {
+      'embedding': on(('tensor', 'fsdp'), mesh),
+      'unembedding': on(('fsdp', 'tensor'), mesh),
+  }
+  start = optimizer.init(params)
+  _, moments = jax.jit(optimizer.update)(gradient, start, params)
+  scalar = jax.device_put(np.int32(1), on((), mesh))
+  role = Role(
+      jax.device_put(params, cut),
+      {},
+      jax.device_put(moments, on((), mesh)),
+      Counters(*[scalar] * 4),
+  )
+  return TrainState({'policy': role}, version=1)
+
+
+@pytest.mark.parametrize('before, after', [(130, 132), (132, 130)])
+def test_adafactor_goes_on_with_another_padding(before, after, tmp_path, open_):
+  """Rows and columns of a factored moment are padded, or cut off, like it."""
+  saved_as = factored(before, tiny.mesh())
+  save(open_(), 1, saved_as)
+  saved, _ = lib.latest(tmp_path / 'checkpoints')
+  wanted = factored(after, tiny.mesh(2, 2))
+  axes = {'embedding': 0, 'unembedding': 1}
+  restored = lib.restore_state(saved, shapes(wanted), axes)
+  jax.tree.map(np.testing.assert_array_equal, restored.policy.trainable,
+               wanted.policy.trainable)  # fmt: skip
+  found = jax.device_get(restored.policy.optimizer[1][0])
+  kept = jax.device_get(saved_as.policy.optimizer[1][0])
+  np.testing.assert_array_equal(found.count, kept.count)
+  for name in axes:
+    np.testing.assert_array_equal(found.v_row[name], kept.v_row[name])
+    column = found.v_col[name]
+    assert column.shape == (after,) and kept.v_col[name].any()
+    np.testing.assert_array_equal(column[:130], kept.v_col[name][:130])
+    assert not column[130:].any()
+
+
+def test_a_moment_of_another_length_is_refused(tmp_path, open_):
+  """The planted fault: a column is padded otherwise than its parameter."""
+  save(open_(), 1, factored(130, tiny.mesh()))
+  saved, _ = lib.latest(tmp_path / 'checkpoints')
+  wanted = shapes(factored(132, tiny.mesh()))
+  moments = wanted.policy.optimizer[1][0]
+  longer = jax.ShapeDtypeStruct(
+      (134,), jnp.float32, sharding=on((), tiny.mesh())
+  )
+  moments.v_col['unembedding'] = longer
+  with pytest.raises(CheckpointError, match=r'v_col/unembedding.*\(134,\)'):
+    lib.restore_state(saved, wanted, {'embedding': 0, 'unembedding': 1})
 
 
 def test_parameters_alone(folder):
