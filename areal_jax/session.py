@@ -298,6 +298,7 @@ class Session:
     in_place = start.folder is not None and start.saved is not None
     self._saved = start.saved.step if in_place else None  # the last step
     self._handed_out: HandedOut | None = None  # the last step, until written
+    self._trained_until = 0.0  # monotonic second at which a step was done
     self._deaths = 0  # of engines, as far as they are told
     self._evaluating: int | None = None  # version
     self._stack = contextlib.ExitStack()
@@ -391,7 +392,6 @@ class Session:
     self._judge = Scorer(reward.function, reward.workers, reward.timeout_s)
     for scorer in (self._scorer, self._judge):
       stack.callback(scorer.close)
-      scorer.start()
     # Ended in the opposite order: engines before the event loop they answer.
     self._async = AsyncThread('controller')
     stack.callback(self._async.stop)
@@ -404,6 +404,8 @@ class Session:
     )
     self._compiles = self._steps[0].ahead
     stack.callback(self._compiles.close)
+    for scorer in (self._scorer, self._judge):
+      scorer.start()  # processes come up while programs are compiled
     self._evaluator = build_evaluator(self._rollout, self._events)
     stack.callback(self._evaluator.stop)
     self._evaluations = self._build_evaluations()
@@ -808,11 +810,14 @@ class Session:
           note=self._progress.note,
       )
       raise
+    # Devices begin when they have done with the step before.
+    begun, done = max(step.begun, self._trained_until), step.pending.wait()
+    self._trained_until = done
     self._events.record(
         'step',
         'train',
-        step.begun,
-        step.pending.wait() - step.begun,
+        begun,
+        done - begun,
         version=step.version,
         # None where every token was too old to be trained.
         staleness=step.values.get('staleness_mean'),

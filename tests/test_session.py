@@ -420,6 +420,44 @@ def test_generation_goes_on_while_a_step_is_being_written_down(
   assert full.is_set()
 
 
+def written_steps(folder):
+  """Steps in the logs of a run: metrics, spans, samples."""
+  metrics = read_jsonl(folder / 'metrics.jsonl')
+  events = read_jsonl(folder / 'events.jsonl')
+  samples = read_jsonl(folder / 'samples.jsonl')
+  return (
+      [row['step'] for row in metrics if 'loss' in row],
+      [e['version'] + 1 for e in events
+       if (e['kind'], e['lane']) == ('step', 'train')],
+      sorted({row['step'] for row in samples}),
+  )  # fmt: skip
+
+
+def test_every_step_is_written_down_under_its_own_number(
+    synchronous, asynchronous
+):
+  for result in (synchronous, asynchronous):
+    steps = list(range(1, result.summary['steps'] + 1))
+    assert written_steps(result.folder) == (steps, steps, steps)
+
+
+def test_the_last_step_is_written_down_however_the_run_ends(
+    tmp_path, monkeypatch
+):
+  step = session.Session._step
+
+  def ends(self, trainer, *rest):
+    if trainer.version == 2:  # the numbers of step 2 are not read yet
+      assert self._handed_out.values is None
+      raise ConnectionError('the controller went away')
+    return step(self, trainer, *rest)
+
+  monkeypatch.setattr(session.Session, '_step', ends)
+  with pytest.raises(ConnectionError, match='went away'):
+    session.run(experiment(tmp_path))
+  assert written_steps(tmp_path / 'run') == ([1, 2], [1, 2], [1, 2])
+
+
 # Evaluation beside training: invariant 11, CASES A19.
 
 

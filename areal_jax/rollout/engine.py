@@ -877,12 +877,17 @@ class Engine:
         (OCCUPY, occupy),
         generate(self.share.slots, columns[0]),
         (RELEASE, release),
-        *(extend(*shape) for shape in pieces[1:]),
     ]
+    longest = s.piece_bucket(min(s.max_prompt_length, s.longest_piece))
+    plan += [extend(*shape) for shape in pieces[1:] if shape[1] <= longest]
     if s.sampling.prompt_logps:
       plan += [prompt_logps(bucket) for bucket in s.prefill_buckets]
+    # The first answers become longer before there are new weights, which
+    # sequences longer than a prompt are computed anew for.
     every, *fewer = self.share.decode_rows
-    return [*plan, *(generate(every, width) for width in columns[1:])], [
+    plan += [generate(every, width) for width in columns[1:2]]
+    plan += [extend(*shape) for shape in pieces[1:] if shape[1] > longest]
+    return [*plan, *(generate(every, width) for width in columns[2:])], [
         generate(rows, width)
         for width in columns
         for rows in (() if exact else fewer)

@@ -541,6 +541,10 @@ def test_programs_are_planned_in_the_order_of_need():
   rows = settings.rows_for(0, 16)
   first = [('init',), ('lay_out',), ('extend', rows, 16), ('occupy',)]
   assert plan(False)[:6] == [*first, ('generate', 20, 4), ('release',)]
+  # Rebuilds come with new weights; before that answers become longer.
+  assert plan(False).index(('generate', 20, 8)) < plan(False).index(
+      ('extend', settings.piece_rows(64), 64)
+  )
   assert len(set(plan(False))) == len(plan(False))
   decodes = [name[1:] for name in plan(False) if name[0] == 'generate']
   assert decodes == [(20, 4), (20, 8), (20, 16)]
