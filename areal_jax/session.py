@@ -757,8 +757,10 @@ class Session:
       groups = shuffle_rewards(groups, self._shuffle)
     self._watchdog.at(f'step {version + 1}: trains and publishes')
     due = self._keeper.due(version + 1)
-    if trainer.reads_first:
+    if trainer.reads_first or self._turns is not None:
       self._settle(trainer, book)
+    if self._turns is not None:  # a turn is not for waiting for programs
+      self._compiles.wait_for_all()
     with self._turns or contextlib.nullcontext():
       handed_out = self._hand_out(trainer, groups)
       self._settle(trainer, book)  # the step before
