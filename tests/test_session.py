@@ -517,10 +517,10 @@ def test_training_goes_on_while_an_evaluation_is_held_up(tmp_path, monkeypatch):
   begun, ended = threading.Event(), threading.Event()
   record, score = session.Session._record, session.Session._score
 
-  def recorded(self, version, *rest):
-    rows = record(self, version, *rest)
+  def recorded(self, step, *rest):
+    rows = record(self, step, *rest)
     begun.set()
-    if version == 6:
+    if step.version == 5:
       ended.set()
     return rows
 
