@@ -153,10 +153,10 @@ def test_run_is_profiled_while_it_goes_on(tmp_path, monkeypatch):
   """By settings in steps 1 and 2, by a signal in step 4; nothing recompiles."""
   record = session.Session._record
 
-  def signalled(self, version, *rest):
-    if version == 3:
+  def signalled(self, step, *rest):
+    if step.version == 1:  # step 2 is written down in step 3
       os.kill(os.getpid(), signal.SIGUSR1)
-    record(self, version, *rest)
+    record(self, step, *rest)
 
   monkeypatch.setattr(session.Session, '_record', signalled)
   settings = experiment(
