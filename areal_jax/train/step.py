@@ -506,11 +506,12 @@ class TrainStep:
     found = [self._outcome(raw) for raw in fetched]
     for outcome in found:
       if outcome.consecutive_skips > self._max_consecutive_skips:
+        names = ', '.join(outcome.nonfinite)
+        where = f'this time in {names}' if names else 'no further one is made'
         raise NonFiniteError(
             f'step {step}: {outcome.consecutive_skips} updates in a row had a'
             ' gradient that is not finite, wanted at most'
-            f' max_consecutive_skips={self._max_consecutive_skips}; this time'
-            f' in {", ".join(outcome.nonfinite)}'
+            f' max_consecutive_skips={self._max_consecutive_skips}; {where}'
         )
     return found
 
