@@ -42,7 +42,7 @@ def estimate(tmp_path_factory):
 def test_every_program_of_a_run_is_compiled(estimate):
   _, found = estimate
   assert [program.name for program in found.programs] == [
-      'apply', 'accumulate', 'extend', 'generate',
+      'accumulate', 'apply', 'extend', 'generate',
   ]  # fmt: skip
   for program in found.programs:
     assert program.refused == 0
@@ -179,7 +179,7 @@ def test_planted_failure_of_the_compiler_is_told_and_the_others_go_on(
   asked = Asked(prepared.settings, 'gpu:h100:4', 0, 0, -1.0, json=True)
   assert main(asked) == 2
   said = capsys.readouterr()
-  assert json.loads(said.out)['programs'][1]['failed']
+  assert json.loads(said.out)['programs'][0]['failed']
   assert said.err.splitlines()[-1] == (
       'error: gpu:h100:4: 1 of 4 programs could not be compiled: ' + failure
   )
