@@ -162,9 +162,8 @@ def make_optimizer(
 def squared_norms(tree: Any) -> list[jax.Array]:
   """Sum of the squares of each leaf, float32, in the order of the leaves.
 
-  As products of a leaf with itself, which XLA for CPU has in a library: with a
-  reduction, which it writes and compiles for each shape, the program of an
-  update took half as long again to compile.
+  As products of a leaf with itself, which XLA for CPU has in a library; a
+  reduction it writes and compiles anew for each shape.
   """
 
   def squared(leaf: jax.Array) -> jax.Array:
