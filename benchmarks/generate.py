@@ -28,7 +28,9 @@ as requests wait. When none wait any more, slots must run empty one by one.
 timed alone in one program (with activations and weights of the same shapes),
 and reading the cached keys and values that its queries attend to, at the rate
 at which a copy of an array of that size reads and writes, and the products of
-attention at the rate of the others.
+attention at the rate of the others. Both alone find their arrays in the
+processor's cache, which weights and cached keys together may not fit: the same
+products and the same reading in one program, layer by layer, are told beside.
 
 *Host* is the share of the time in which no program was under way.
 
@@ -241,38 +243,48 @@ class Floor:
     self._cache = jnp.zeros(self._cached, jnp.float32)
     self._products = jax.jit(self._products_program)
     self._copy = jax.jit(lambda x: x + 1)
-    self.times: list[tuple[float, float]] = []
+    self._together = jax.jit(self._together_program)
+    self.times: list[tuple[float, float, float]] = []
 
   def measure(self) -> None:
-    """Seconds of the products, and of reading the cache, of one step."""
-    products = seconds_of(self._products, self._start, self._weights)
+    """Seconds of products, of reading the cache, of both in one program."""
+    given = self._start, self._weights
+    products = seconds_of(self._products, *given)
     # A copy reads and writes; attention reads.
     copy = seconds_of(self._copy, self._cache) / 2
-    self.times.append((products / self.steps, copy))
+    both = seconds_of(self._together, *given, self._cache)
+    self.times.append((products / self.steps, copy, both / self.steps))
 
-  def seconds(self) -> tuple[float, float, float]:
-    """Of the products, of reading, of attention's products; medians."""
-    products, copy = (statistics.median(t) for t in zip(*self.times))
+  def seconds(self) -> tuple[float, float, float, float]:
+    """Medians: products, reading, both in one, attention's products."""
+    products, copy, both = (statistics.median(t) for t in zip(*self.times))
     c, slots = self._config, self._slots
     plain = sum(2 * slots * a * b for a, b in product_shapes(c)[:-1])
     plain = plain * c.layers + 2 * slots * np.prod(product_shapes(c)[-1])
     own = 4 * c.layers * slots * c.heads * c.head_size * self._context
-    return products, copy, products * own / plain
+    return products, copy, both, products * own / plain
 
   def _products_program(self, start, weights):
+    return self._together_program(start, weights, None)
+
+  def _together_program(self, start, weights, cache):
     c = self._config
     layers, unembedding = weights
     queries = c.heads * c.head_size
+    parts = None if cache is None else cache.reshape(len(layers), -1)
 
-    def step(_, x):
+    def step(_, carry):
+      x, read = carry
       # Begins anew each time, or values would drift out of range.
       x = start + 1e-6 * x
-      for into, out, gate, up, down in layers:
+      for layer, (into, out, gate, up, down) in enumerate(layers):
         x = (x @ into)[:, :queries] @ out
+        if parts is not None:  # a sum of its own in each turn
+          read = 1e-9 * jnp.abs(parts[layer] + read).sum()
         x = (x @ gate - x @ up) @ down
-      return x + (x @ unembedding)[:, :1]
+      return x + (x @ unembedding)[:, :1], read
 
-    return jax.lax.fori_loop(0, self.steps, step, start)
+    return jax.lax.fori_loop(0, self.steps, step, (start, jnp.float32(0)))
 
 
 def product_shapes(c: ModelConfig) -> list[tuple[int, int]]:
@@ -296,7 +308,7 @@ def seconds_of(program: Callable[..., Any], *arguments: Any) -> float:
 def floor_rows(work: Work, served: Sequence[Served], floor: Floor):
   """The decode step and its share that is the floor."""
   step = statistics.median(s.step for s in served)
-  products, copy, own = floor.seconds()
+  products, copy, both, own = floor.seconds()
   at = f'{work.name}: '
   return [
       report.Row(f'{at}decode step, ms', 1000 * step),
@@ -308,6 +320,7 @@ def floor_rows(work: Work, served: Sequence[Served], floor: Floor):
           (products + copy + own) / step,
           '>= 0.7',
       ),
+      report.Row(f'{at}the same, both in one program', (both + own) / step),
   ]
 
 

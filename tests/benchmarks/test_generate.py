@@ -112,15 +112,16 @@ def test_floor_adds_products_reading_and_attention():
   floor = generate.Floor(config, slots=4, context=10.0)
   # Keys and values: 2 layers of 4 slots, 10 tokens, 2 heads of 8.
   assert floor._cache.size == 2 * 2 * 4 * 10 * 2 * 8
-  floor.times = [(0.003, 0.001), (0.002, 0.001), (0.004, 0.003)]
-  products, reading, own = floor.seconds()
+  floor.times = [(0.003, 0.001, 9.0), (0.002, 0.001, 9.0), (0.004, 0.003, 9.0)]
+  products, reading, both, own = floor.seconds()
+  assert both == 9.0
   assert (products, reading) == (0.003, 0.001)
   layer = 32 * 64 + 32 * 32 + 3 * 32 * 48
   plain = 2 * 4 * (2 * layer + 32 * 40)
   assert own == pytest.approx(0.003 * (2 * 4 * 4 * 4 * 8 * 10) / plain)
-  share = generate.floor_rows(WORK, [served(step=0.005)], floor)[-1]
+  share = generate.floor_rows(WORK, [served(step=0.005)], floor)[-2]
   assert share.value == pytest.approx((0.004 + own) / 0.005) and share.met
-  slow = generate.floor_rows(WORK, [served(step=0.01)], floor)[-1]
+  slow = generate.floor_rows(WORK, [served(step=0.01)], floor)[-2]
   assert not slow.met
 
 
