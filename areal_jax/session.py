@@ -874,10 +874,12 @@ class Session:
     return result
 
   def _evaluate_before(self, version: int) -> dict[str, Any]:
-    """Evaluates version 0, or remembers what an earlier attempt found."""
+    """Evaluates version 0, if asked; remembers what an earlier attempt found."""
     if self._carried is not None:
       self._evaluations.skipped = self._carried.evaluation['skipped']
       return self._carried.evaluation['before']
+    if not self._settings.evaluation.before:
+      return {'accuracy': None, 'score_mean': None}
     return self._evaluate(version).to_dict()
 
   def _evaluate_if_due(self, version: int) -> None:
@@ -1140,9 +1142,11 @@ class Session:
     trace.write_trace(folder / run_folder.EVENTS, folder / run_folder.TRACE)
     plots.plot_folder(folder)
     run_folder.write_json(folder / run_folder.SUMMARY, summary)
+    first, last = summary['eval_before'], after.whole.accuracy
+    since = '' if first is None else f'{first:.3f} -> '
+    seconds = summary['wall_s']
     self._progress.note(
-        f'accuracy {before["accuracy"]:.3f} -> {after.whole.accuracy:.3f} in'
-        f' {summary["wall_s"]:.0f} s; see {folder}'
+        f'accuracy {since}{last:.3f} in {seconds:.0f} s; see {folder}'
     )
     return summary
 

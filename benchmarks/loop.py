@@ -27,7 +27,7 @@ The bars are those of eta 1, which is the default.
 is one of wall time, over the steps behind the first ones. Each run is a process
 of its own. Systems take turns, round by round, and a ratio is the median of the
 rounds' ratios. *The end of step 1* is counted from the end of imports: weights,
-programs, engines and all. Ours also has an evaluation of one problem in it.
+programs, engines and all.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def experiment(
           optimizer=OptimizerSettings(learning_rate=1e-5),
       ),
       reward=RewardSettings('benchmarks.loop_task:reward'),
-      evaluation=EvaluationSettings(show=0),
+      evaluation=EvaluationSettings(before=False, show=0),
   )
 
 

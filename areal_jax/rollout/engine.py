@@ -861,8 +861,9 @@ class Engine:
     pieces = [
         (rows, bucket)
         for bucket in s.piece_buckets
-        for rows in sorted(
-            {1} if exact else {s.rows_for(0, bucket), s.piece_rows(bucket)}
+        for rows in sorted(  # many first: a run begins with many prompts
+            {1} if exact else {s.rows_for(0, bucket), s.piece_rows(bucket)},
+            reverse=True,
         )
     ]
     plan = [(INIT, lambda: self._init.lower().compile())]

@@ -42,6 +42,8 @@ class EvaluationSettings:
   Attributes:
     every: steps from one evaluation to the next while training goes on; 0 for
       none between the first and the last.
+    before: whether version 0 is evaluated before training; without, the
+      summary's `eval_before` is None and the first step comes sooner.
     samples: n, answers a problem.
     ks: k of pass@k and maj@k, each at most `samples`; empty for `samples`
       itself.
@@ -63,6 +65,7 @@ class EvaluationSettings:
   """
 
   every: int = 0
+  before: bool = True
   samples: int = 1
   ks: tuple[int, ...] = ()
   temperature: float = 0.0

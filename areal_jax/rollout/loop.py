@@ -73,7 +73,9 @@ SwapMode = Literal['recompute', 'keep', 'drain', 'restart']
 Health = Literal['waiting', 'busy', 'dead']
 Params = Any
 
-_WORTH_COMPILING = 8  # dispatches
+# Dispatches that it would serve, before which a program for few slots costs more
+# to compile than it saves.
+_WORTH_COMPILING = 128
 _SHOWN = 8  # slots that an explanation lists
 _NOTHING = 'nothing yet'
 _WAITS = 'waits for requests or weights'

@@ -538,7 +538,7 @@ def test_programs_are_planned_in_the_order_of_need():
     work = engine._plan(engine.abstract_weights(), exact)[which]
     return [name for name, _ in work]
 
-  rows = settings.rows_for(0, 16)
+  rows = settings.piece_rows(16)
   first = [('init',), ('lay_out',), ('extend', rows, 16), ('occupy',)]
   assert plan(False)[:6] == [*first, ('generate', 20, 4), ('release',)]
   # Rebuilds come with new weights; before that answers become longer.
