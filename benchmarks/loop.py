@@ -268,6 +268,8 @@ def experiment(
               slots=work.answers,
               max_length=loop_task.PROMPT + work.limit,
               max_prompt_length=loop_task.PROMPT,
+              # Fewer lengths to compile for than with smaller pages.
+              page_size=32,
               max_stop_ids=max(4, work.stops),
           ),
       ),
