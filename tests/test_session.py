@@ -389,6 +389,20 @@ def test_a_run_whose_tokens_are_all_too_old_ends_and_trains_none(
   assert result.summary['staleness_mean'] == 0
 
 
+def test_run_without_a_first_evaluation_says_nothing_of_before(
+    tmp_path, capsys
+):
+  result = session.run(
+      experiment(tmp_path, steps=1, evaluation__before=False)
+  )
+  assert result.summary['eval_before'] is None
+  assert result.summary['eval_score_before'] is None
+  after = result.summary['eval_after']
+  assert f'accuracy {after:.3f} in' in capsys.readouterr().err
+  found = rows_of(result, run_folder.EVALUATIONS)
+  assert {row['version'] for row in found} == {1}
+
+
 def test_generation_goes_on_while_a_step_is_being_written_down(
     tmp_path, monkeypatch
 ):
