@@ -874,7 +874,7 @@ class Session:
     return result
 
   def _evaluate_before(self, version: int) -> dict[str, Any]:
-    """Evaluates version 0, if asked; remembers what an earlier attempt found."""
+    """Evaluates version 0, if asked, or remembers what was found before."""
     if self._carried is not None:
       self._evaluations.skipped = self._carried.evaluation['skipped']
       return self._carried.evaluation['before']

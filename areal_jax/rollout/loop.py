@@ -73,8 +73,8 @@ SwapMode = Literal['recompute', 'keep', 'drain', 'restart']
 Health = Literal['waiting', 'busy', 'dead']
 Params = Any
 
-# Dispatches that it would serve, before which a program for few slots costs more
-# to compile than it saves.
+# Dispatches that a program for few slots would have served before it is worth
+# its compilation.
 _WORTH_COMPILING = 128
 _SHOWN = 8  # slots that an explanation lists
 _NOTHING = 'nothing yet'

@@ -1007,6 +1007,7 @@ def test_few_who_are_left_decode_by_themselves(broad, exact, monkeypatch):
 def test_program_of_few_rows_is_compiled_when_it_would_often_be_used(
     monkeypatch,
 ):
+  monkeypatch.setattr(loop_lib, '_WORTH_COMPILING', 16)
   settings = dataclasses.replace(SETTINGS, slots=16)
   engine = Engine(tiny.config(), settings, tiny.mesh(), Rules())
   engine.compile_ahead(engine.abstract_weights())
