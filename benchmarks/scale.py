@@ -102,8 +102,14 @@ CASES = (
         pages=2048,
     ),
     Case('Qwen3-30B-A3B', 'v5e:2x4*8', {'data': 4, 'fsdp': 8}, 4, 4, 2),
-    Case('Qwen3-30B-A3B', 'v5p:4x4x8', {'fsdp': 64}, 32, 2, pages=2048),
-    Case('Qwen3-30B-A3B', 'v6e:16x16', {'fsdp': 128}, 16, 4, 2, pages=2048),
+    Case(
+        'Qwen3-30B-A3B', 'v5p:4x4x8', {'fsdp': 16, 'expert': 4}, 32, 2,
+        pages=2048,
+    ),
+    Case(
+        'Qwen3-30B-A3B', 'v6e:16x16', {'fsdp': 8, 'expert': 4, 'tensor': 4},
+        16, 4, 2, pages=2048,
+    ),
 )  # fmt: skip
 SHORT = (
     Case('Qwen2.5-0.5B', 'v5e:2x4', {'fsdp': 4}, 4, pages=1024),
