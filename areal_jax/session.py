@@ -734,8 +734,9 @@ class Session:
   ) -> tuple[Cut | None, dict[str, float]]:
     """Waits for B groups, hands out their training, publishes what comes of it.
 
-    The step before is written down in between. So is this one if it is to be
-    saved: a checkpoint holds what the logs say up to it.
+    The step before is written down while the devices are at it. So is this one
+    before the next, if it is to be saved: a checkpoint holds what the logs say
+    up to it.
 
     Returns:
       The cut at that version, if it is to be saved, and what training knows of
@@ -767,8 +768,9 @@ class Session:
       self._handed_out = handed_out
       if due:
         self._read(trainer, handed_out)
-      elif self._turns is not None:
-        handed_out.pending.wait()  # whose turn it is has the devices
+      # Engines admit nobody from when they are handed weights until they have
+      # them, so these are not handed over while they are still computed.
+      handed_out.pending.wait()
       adapters = bool(self._prepared.model.lora.projections)
       handle = self._rollout.publisher.publish(
           trainer.version,

@@ -59,7 +59,7 @@ def quickstart(seeds: Sequence[int], output: pathlib.Path) -> list[report.Row]:
             seed,
             'share of answers with two versions',
             trained['mixed_version_fraction'],
-            '>= 0.05',
+            '>= 0.1',
         ),
         row(
             seed,

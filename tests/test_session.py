@@ -45,7 +45,7 @@ from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
-from areal_jax.train.trainer import Trainer, TrainSettings
+from areal_jax.train.trainer import Pending, Trainer, TrainSettings
 from areal_jax.types import (
     Completion,
     Group,
@@ -54,6 +54,7 @@ from areal_jax.types import (
     RewardStatus,
     StopReason,
 )
+from areal_jax.weights import Publisher
 from tests import records, session_rewards
 
 
@@ -432,6 +433,33 @@ def test_generation_goes_on_while_a_step_is_being_written_down(
   monkeypatch.setattr(session.Session, '_record', slow)
   session.run(experiment(tmp_path, steps=2, rollout__eta=1.0))
   assert full.is_set()
+
+
+def test_weights_are_handed_to_engines_when_they_are_computed(
+    tmp_path, monkeypatch
+):
+  """Engines admit nobody while they are promised weights (invariant 11)."""
+  steps, done, handed = [], [], []
+  hand_out, wait, publish = Trainer.hand_out, Pending.wait, Publisher.publish
+
+  def handed_out(self, groups):
+    steps.append(hand_out(self, groups))
+    return steps[-1]
+
+  def waited(self):
+    moment = wait(self)
+    done.append(self)
+    return moment
+
+  def published(self, version, params, *rest):
+    handed.append(version == 0 or steps[version - 1] in done)
+    return publish(self, version, params, *rest)
+
+  monkeypatch.setattr(Trainer, 'hand_out', handed_out)
+  monkeypatch.setattr(Pending, 'wait', waited)
+  monkeypatch.setattr(Publisher, 'publish', published)
+  session.run(experiment(tmp_path, steps=3, rollout__eta=1.0))
+  assert handed == [True] * 4
 
 
 def written_steps(folder):
