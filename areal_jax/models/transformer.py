@@ -511,8 +511,8 @@ def layers_apart(
     return params
   layers = [_of_one_layer(config, blocks, n) for n in range(config.layers)]
   whole = mesh is None or mesh.size == 1
-  if whole and config.dense_layers and not config.lora.projections:
-    for layer in layers:
+  if whole and not config.lora.projections:
+    for layer in (layers[n] for n in config.dense_layers):
       both = layer['gate'], layer.pop('up')
       layer['gate'] = jnp.concatenate(both, -1)
   return {**params, 'blocks': tuple(layers)}
@@ -1024,8 +1024,8 @@ class _Layout:
     """Values of positions [M], computed once for all that read them.
 
     XLA for CPU computes a cosine anew in each operation that multiplies by it,
-    for every head of every layer, which was a tenth of a decode step, and takes
-    barriers away. It leaves results of branches alone.
+    for every head of every layer, and takes barriers away. It leaves results of
+    branches alone.
     """
     if self.platform != 'cpu' or (self.mesh is not None and self.mesh.size > 1):
       return x
