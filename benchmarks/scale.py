@@ -169,16 +169,27 @@ def line(case: Case, found: dict[str, Any]) -> str:
   return f'| {" | ".join(cells)} |'
 
 
+def wanted(cases: Sequence[Case], only: str) -> list[Case]:
+  """Those with this in their name.
+
+  Raises:
+    UsageError: there is none.
+  """
+  found = [case for case in cases if only in case.name]
+  if not found:
+    names = [case.name for case in cases]
+    raise app.UsageError(f'--only is {only!r}, wanted a part of one of {names}')
+  return found
+
+
 def main(argv: Sequence[str]) -> None:
   """Prints the tables and the JSON line."""
   del argv
   values = flags.FLAGS
-  cases = SHORT if values.short else CASES
+  cases = wanted(SHORT if values.short else CASES, values.only)
   rows = []
   print(_HEAD)
   for case in cases:
-    if values.only not in case.name:
-      continue
     found = measure(case)
     print(line(case, found), flush=True)
     if 'why' in found:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 
+from absl import app
 import pytest
 
 from areal_jax.compile_check.chips import parse_topology
@@ -86,3 +87,11 @@ def test_meshes_cover_whole_parts_of_a_topology(case):
   if topology.chip.name == 'v5e' and topology.slices > 1:
     slice_ = topology.count // topology.slices
     assert train % slice_ == 0 and engine in (1, slice_)
+
+
+def test_rows_are_chosen_by_a_part_of_their_names():
+  names = [case.name for case in scale.wanted(scale.CASES, '32B on v5p')]
+  assert names == ['Qwen2.5-32B on v5p:4x8x8']
+  assert scale.wanted(scale.CASES, '') == list(scale.CASES)
+  with pytest.raises(app.UsageError, match="--only is 'v7', wanted a part of"):
+    scale.wanted(scale.CASES, 'v7')
