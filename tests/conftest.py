@@ -8,6 +8,8 @@ import tempfile
 # dispatch collectives side by side deadlock in a smaller pool.
 os.environ.setdefault('NPROC', '16')
 os.environ['JAX_PLATFORMS'] = 'cpu'
+# As `mesh/host.py` has it where a run begins.
+os.environ['JAX_CPU_ENABLE_ASYNC_DISPATCH'] = 'false'
 _FLAG = '--xla_force_host_platform_device_count=8'
 if _FLAG not in os.environ.get('XLA_FLAGS', ''):
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}'.strip()

@@ -139,7 +139,7 @@ def devices_needed(settings: MeshSettings) -> int:
 def machine_devices(settings: MeshSettings) -> Sequence[jax.Device]:
   """The machine's devices; on a CPU, as many pretended ones as are needed.
 
-  On a CPU, the allocator keeps from then on what is freed (`host.py`).
+  On a CPU, programs run from then on as `host.py` says.
 
   Has an effect only before jax starts: a process that has started it already
   (a notebook, a test) keeps its devices, and so does one with real ones.
@@ -154,7 +154,7 @@ def machine_devices(settings: MeshSettings) -> Sequence[jax.Device]:
     with contextlib.suppress(RuntimeError):
       jax.config.update('jax_num_cpu_devices', devices_needed(settings))
   if host.computes():
-    host.keep_freed_memory()
+    host.prepare()
   return jax.devices()
 
 

@@ -394,13 +394,16 @@ def attend_by_head(
 ) -> Array:
   """The same one head after another, normalised after the last product."""
   group = q.shape[2] // k.shape[2]
+  # Not indexed: the gradient would be padded to all heads once for each.
+  queries, keys, values = (
+      jax.lax.split(x, (1,) * x.shape[2], axis=2) for x in (q, k, v)
+  )
   heads = []
-  for head in range(q.shape[2]):
-    own, shared = q[:, :, head], head // group
+  for head, own in enumerate(queries):
     scores = jnp.einsum(
         'bth,bch->btc',
-        own,
-        k[:, :, shared],
+        own[:, :, 0],
+        keys[head // group][:, :, 0],
         preferred_element_type=jnp.float32,
     )
     scores = jnp.where(mask, capped(scores, cap), MASKED)
@@ -410,7 +413,7 @@ def attend_by_head(
     mixed = jnp.einsum(
         'btc,bch->bth',
         weights.astype(v.dtype),
-        v[:, :, shared],
+        values[head // group][:, :, 0],
         preferred_element_type=jnp.float32,
     )
     heads.append(mixed / weights.sum(-1, keepdims=True))

@@ -1045,33 +1045,37 @@ def test_exact_loops_give_the_same_bits_whatever_was_asked_before(
     assert after['r'].logps.tolist() == alone['r'].logps.tolist()
 
 
-def slow_params(version, seconds):
-  """Weights that take so long to arrive, as over a slow network."""
-  weights = jax.block_until_ready(tiny.params(version))
+def slow(method, seconds):
+  """The method, behind a program that runs so long."""
   square = np.eye(256, dtype=np.float32)
-
-  @jax.jit
-  def late(leaf, turns):
-    one = jax.lax.fori_loop(0, turns, lambda _, x: x @ square, square)[0, 0]
-    return leaf * one
-
-  jax.block_until_ready(late(weights['embedding'], 0))  # compiled
+  turned = jax.jit(
+      lambda turns: jax.lax.fori_loop(0, turns, lambda _, x: x @ square, square)
+  )
+  jax.block_until_ready(turned(0))  # compiled
   start = time.monotonic()
-  jax.block_until_ready(late(weights['embedding'], 100))
-  turns = int(seconds / (time.monotonic() - start) * 100)
-  return {**weights, 'embedding': late(weights['embedding'], turns)}
+  jax.block_until_ready(turned(100))
+  # Put there now: a loop moves nothing to its device without being told.
+  turns = jax.device_put(int(seconds / (time.monotonic() - start) * 100))
+
+  def run(*args):
+    jax.block_until_ready(turned(turns))
+    return method(*args)
+
+  return run
 
 
-def test_loop_that_takes_weights_in_is_busy_and_not_dead(engine):
+def test_loop_that_takes_weights_in_is_busy_and_not_dead(engine, monkeypatch):
   # CASES A14: a run that goes on at version 10, whose weights take a second.
+  params = tiny.params(1)
   running = Running(engine, weights=False, restarts=3)
   with running:
     loop = running.loop
     running.submit(tiny.request('first', new=6))
     assert loop.health() == 'waiting'
-    loop.set_weights(10, slow_params(1, 1.0), running.swaps.append)
+    monkeypatch.setattr(engine, 'lay_out', slow(engine.lay_out, 1.0))
+    loop.set_weights(10, params, running.swaps.append)
     asked, longest = [], 0.0
-    while not running.swaps:
+    while not running.swaps and 'dead' not in asked:
       start = time.monotonic()
       asked.append(loop.health())
       loop.explain()
