@@ -199,10 +199,14 @@ class EngineSettings:
 
   @property
   def live_buckets(self) -> tuple[int, ...]:
-    """Columns of page tables that decode programs exist for."""
+    """Columns of page tables that decode programs exist for.
+
+    Each at most half of the next: tables a little narrower are not worth what
+    a program takes to compile.
+    """
     columns = max(1, _SMALLEST_LIVE // self.page_size)
     buckets = []
-    while columns < self.pages_per_slot:
+    while 2 * columns <= self.pages_per_slot:
       buckets.append(columns)
       columns *= 2
     return (*buckets, self.pages_per_slot)

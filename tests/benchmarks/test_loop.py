@@ -66,6 +66,12 @@ def test_ratios_are_taken_round_by_round():
   assert slow.value == pytest.approx(1.6) and not slow.met
   first = rows['some: end of step 1 / that of Tunix']
   assert first.value == pytest.approx((0.5 + 0.35) / 2) and first.met
+  # A run that finds its programs is shown beside, without a bar.
+  kept = {loop.KEPT: [looped(1.0, 300.0), looped(1.0, 150.0)]}
+  rows = {row.row: row for row in loop.rows(WORK, found | kept)}
+  assert rows['some: times Tunix, eta 1, programs kept'].value == 6
+  assert not rows['some: times Tunix, eta 1, programs kept'].bar
+  assert rows['some: end of step 1 / that of Tunix'] == first
 
 
 def test_without_other_systems_nothing_is_compared():

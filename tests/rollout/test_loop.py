@@ -908,9 +908,12 @@ def test_long_prompt_is_cached_between_decode_steps(monkeypatch):
 
 @pytest.fixture(scope='module')
 def wide():
-  """Page tables of 8, 16 or 25 columns."""
-  settings = dataclasses.replace(SETTINGS, max_length=200)
-  assert settings.live_buckets == (8, 16, 25)
+  """Page tables of 8, 16 or 33 columns."""
+  settings = dataclasses.replace(SETTINGS, max_length=264)
+  assert settings.live_buckets == (8, 16, 33)
+  # 16 of 25 are not worth a program.
+  less = dataclasses.replace(SETTINGS, max_length=200)
+  assert less.live_buckets == (8, 25)
   return Engine(tiny.config(), settings, tiny.mesh(), Rules())
 
 
@@ -928,7 +931,7 @@ def test_answers_are_the_same_however_wide_the_tables_are(
   monkeypatch.setattr(wide, 'generate_steps', recorded)
   short = tiny.request('short', new=20)
   alone, _ = ask(wide, [short], exact=exact)
-  assert set(widths) == ({25} if exact else {8})
+  assert set(widths) == ({33} if exact else {8})
   with Running(wide, exact=exact) as running:
     running.on_answer = lambda c: (
         running.submit(short) if c.request_id == 'first' else None
@@ -938,7 +941,7 @@ def test_answers_are_the_same_however_wide_the_tables_are(
         tiny.request('first', new=150, draw=3),
     )
     late = running.wait(3)
-  assert set(widths) == ({25} if exact else {8, 16, 25})
+  assert set(widths) == ({33} if exact else {8, 16, 33})
   same_answers(late, alone)
   check_labels(short, late['short'])
   if exact:
