@@ -22,8 +22,8 @@ Our side is `areal_jax.session.run` of an experiment with everything that a run
 writes down, on one device that trains and generates in turn (eta 0), and on two
 that do it side by side (eta 1); two pretended devices of a CPU share its cores.
 The bars are those of eta 1, which is the default. Runs compile all their
-programs, as the first ones on a machine do, but for one more of eta 1 that finds
-those of the run before it.
+programs, as the first ones on a machine do; one more run of eta 1 finds those
+of the run before it.
 
 *Tokens* are those of answers that a step has trained on, end included; a second
 is one of wall time, over the steps behind the first ones. Each run is a process
