@@ -38,6 +38,8 @@ COLLECTIVES = (
 
 # Hand-written ones, by what calls them.
 KERNELS = frozenset(('tpu_custom_call', '__gpu$xla.gpu.triton', '__cudnn$fmha'))
+# What XLA for TPU writes at a kernel of its own for `jax.lax.ragged_dot`.
+_GROUPED = 'ragged_dot_tiling'
 # With these a compiler speaks to itself.
 _HELPERS = frozenset(
     (
@@ -260,6 +262,8 @@ class _Module:
     if op == 'fusion':
       for name in each.called('calls'):
         sums.add(self._sum(name, fused=True))
+    elif op == 'custom-call' and _GROUPED in each.attributes:
+      sums.flops += self._grouped_product(computation, each)
     elif op == 'custom-call':
       target = _target(each)
       if target in KERNELS:
@@ -342,6 +346,11 @@ class _Module:
       contracted = math.prod(left[axis] for axis in axes)
       return 2.0 * each.arrays[0].elements * contracted
     return _convolution(each, left, right)
+
+  def _grouped_product(self, computation: str, each: Instruction) -> float:
+    """Operations of rows [M, K], each times the matrix of its group."""
+    rows = self._computations[computation][each.operands[-2]].arrays[0].sizes
+    return 2.0 * each.arrays[0].elements * rows[-1]
 
   # Bytes.
 

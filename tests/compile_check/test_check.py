@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from areal_jax.compile_check import report
+from areal_jax.compile_check import hlo, report
 from areal_jax.compile_check.__main__ import Asked, main
 from areal_jax.compile_check.check import (
     RolloutSide,
@@ -348,3 +350,21 @@ def test_the_experiment_fits_the_machine_that_it_is_for(config, topology):
   )
   assert child.returncode == 0, child.stdout + child.stderr
   assert json.loads(child.stdout)['fits'] is True
+
+
+@needs_libtpu
+def test_grouped_products_of_a_tpu_are_counted():
+  device = parse_topology('v5e:2x2').devices()[0]
+  place = jax.sharding.SingleDeviceSharding(device)
+  shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(
+      sizes, dtype, sharding=place
+  )
+  program = jax.jit(jax.lax.ragged_dot).lower(
+      shape(jnp.bfloat16, 512, 256),
+      shape(jnp.bfloat16, 4, 256, 128),
+      shape(jnp.int32, 4),
+  )
+  found = hlo.cost(program.compile().as_text())
+  # A row is multiplied with one matrix of the four.
+  assert found.flops == 2 * 512 * 256 * 128
+  assert found.bytes >= 2 * (512 * 256 + 4 * 256 * 128 + 512 * 128)
