@@ -241,6 +241,8 @@ class TrainSide:
     self._whole = slices.train
     self._mesh = in_own_slices(slices.train, topology)
     self._rules = rules
+    # A device's experts are chosen as often as those of others, in the mean.
+    self._grouped = 1 / rules.parts('expert', self._mesh)
     self._settings = prepared.settings.train
     self._largest = self._settings.packing.shapes[0]
     self._policy, self._critic = self._steps(self._settings)
@@ -270,7 +272,9 @@ class TrainSide:
       for name, shape in names:
         if name not in left_out and shape in (None, self._largest):
           trace = functools.partial(step.trace, name, shape)
-          found.append(Task(prefix + name, 'train', mesh, trace))
+          found.append(
+              Task(prefix + name, 'train', mesh, trace, grouped=self._grouped)
+          )
     return found
 
   @functools.cached_property
@@ -400,7 +404,10 @@ class TrainSide:
       step, _ = self._steps(dataclasses.replace(self._settings, packing=other))
       trace = functools.partial(step.trace, 'accumulate', other.shapes[0])
       name = f'accumulate, {rows} rows'
-      program = compiled(Task(name, 'train', mesh_text(self._mesh), trace))
+      mesh = mesh_text(self._mesh)
+      program = compiled(
+          Task(name, 'train', mesh, trace, grouped=self._grouped)
+      )
       if program.failed:
         break
       held = self.total + self.gradients + self._batches()
@@ -460,9 +467,10 @@ class RolloutSide:
     # All of the cache is live, which may be less than all slots could have.
     live = min(1.0, shapes.total_pages / (shapes.slots * columns))
     mesh = mesh_text(engine.mesh)
+    grouped = 1 / engine.rules.parts('expert', engine.mesh)
     return [
-        Task('extend', 'rollout', mesh, extend),
-        Task('generate', 'rollout', mesh, generate, live),
+        Task('extend', 'rollout', mesh, extend, grouped=grouped),
+        Task('generate', 'rollout', mesh, generate, live, grouped),
     ]
 
   def holding(

@@ -164,19 +164,24 @@ class Instruction:
     return found
 
 
-def cost(text: str) -> Cost:
+def cost(text: str, grouped: float = 1.0) -> Cost:
   """Reads the text of a compiled module, `compiled.as_text()`.
+
+  Args:
+    text: of the module.
+    grouped: share of the rows of its grouped products that are in a group.
 
   Raises:
     ValueError: there is no entry computation in it.
   """
-  return _Module(text).cost()
+  return _Module(text, grouped).cost()
 
 
 class _Module:
   """A module's computations by name, and sums over them."""
 
-  def __init__(self, text: str):
+  def __init__(self, text: str, grouped: float):
+    self._grouped = grouped
     self._computations: dict[str, dict[str, Instruction]] = {}
     self._entry = ''
     current: dict[str, Instruction] = {}
@@ -350,7 +355,7 @@ class _Module:
   def _grouped_product(self, computation: str, each: Instruction) -> float:
     """Operations of rows [M, K], each times the matrix of its group."""
     rows = self._computations[computation][each.operands[-2]].arrays[0].sizes
-    return 2.0 * each.arrays[0].elements * rows[-1]
+    return self._grouped * 2.0 * each.arrays[0].elements * rows[-1]
 
   # Bytes.
 

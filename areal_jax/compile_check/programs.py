@@ -136,6 +136,7 @@ class Task:
     mesh: what that mesh looks like, in words.
     trace: gives it, from shapes.
     live: see `kernel_cost`.
+    grouped: share of the rows of a grouped product that are in a group.
   """
 
   name: str
@@ -143,6 +144,7 @@ class Task:
   mesh: str
   trace: Callable[[], jax.stages.Traced]
   live: float = 1.0
+  grouped: float = 1.0
 
 
 def compile_program(
@@ -178,8 +180,8 @@ def compile_program(
     taken = time.monotonic() - start
     return Program(name, side, taken, None, None, refused, failed)
   seconds = time.monotonic() - start
-  cost = hlo.cost(compiled.as_text())
-  kernels = kernel_cost(traced.jaxpr.jaxpr, task.live)
+  cost = hlo.cost(compiled.as_text(), task.grouped)
+  kernels = kernel_cost(traced.jaxpr.jaxpr, task.live, task.grouped)
   cost = dataclasses.replace(
       cost, flops=cost.flops + kernels.flops, bytes=cost.bytes + kernels.bytes
   )
@@ -223,7 +225,9 @@ def require_whole_slices(side: Side, message: str) -> None:
     )
 
 
-def kernel_cost(jaxpr: Any, live: float = 1.0) -> KernelCost:
+def kernel_cost(
+    jaxpr: Any, live: float = 1.0, grouped: float = 1.0
+) -> KernelCost:
   """What Pallas kernels compute and move, on one device.
 
   A compiled module shows of a kernel what goes in and out. So its products are
@@ -239,6 +243,8 @@ def kernel_cost(jaxpr: Any, live: float = 1.0) -> KernelCost:
     live: share of its points that a kernel has whose grid is known only when
       it runs. At most they are as many as entries in the first list that it is
       given beforehand.
+    grouped: share of the rows of `kernels.grouped_outer` that are in a group;
+      its other rows are skipped.
   """
   total = KernelCost()
   for equation in jaxpr.eqns:
@@ -246,8 +252,11 @@ def kernel_cost(jaxpr: Any, live: float = 1.0) -> KernelCost:
     if name == 'pallas_call':
       total += _of_kernel(equation, live)
       continue
+    if given.get('name') == 'tgmm':
+      total += _of_grouped_outer(equation).times(grouped)
+      continue
     inside = [
-        kernel_cost(part, live)
+        kernel_cost(part, live, grouped)
         for value in given.values()
         for part in _jaxprs(value)
     ]
@@ -257,6 +266,14 @@ def kernel_cost(jaxpr: Any, live: float = 1.0) -> KernelCost:
       times = given['length'] if name == 'scan' else 1
       total += sum(inside, KernelCost()).times(times)
   return total
+
+
+def _of_grouped_outer(equation: Any) -> KernelCost:
+  """Of rows [A, M] and [M, B]; each once, and once what comes out."""
+  left, right = (var.aval for var in equation.invars[:2])
+  (out,) = equation.outvars
+  moved = sum(x.size * x.dtype.itemsize for x in (left, right, out.aval))
+  return KernelCost(2.0 * left.size * right.shape[1], moved)
 
 
 def _of_kernel(equation: Any, live: float) -> KernelCost:

@@ -18,6 +18,7 @@ the devices.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from typing import Any
 
@@ -50,6 +51,37 @@ _LANES = 128
 _GPU_TOKENS = 64
 _GPU_TOKENS_OF_A_PROGRAM = 1024
 _GPU_ROWS = 16  # fewest of a product
+
+# Of grouped products: tokens and columns of one product.
+_GROUPED_TILE = 512
+# Its package gives a function the name of the module.
+_GROUPED = importlib.import_module(
+    'jax.experimental.pallas.ops.tpu.megablox.gmm'
+)
+
+
+# Experts.
+
+
+def grouped_outer(
+    x: Array, y: Array, sizes: Array, *, interpret: bool
+) -> Array:
+  """Σ x_m y_mᵀ over the rows of each group, by jax's kernel for TPUs.
+
+  Args:
+    x: [M, A] rows, those of one group side by side.
+    y: [M, B].
+    sizes: [E] int32 rows of each group; what lies behind them is in none.
+    interpret: whether to run without a TPU.
+
+  Returns:
+    [E, A, B] float32.
+  """
+  rows = -(-len(x) // _LANES) * _LANES  # to be cut into equal tiles
+  x, y = (jnp.pad(each, ((0, rows - len(each)), (0, 0))) for each in (x, y))
+  tokens = math.gcd(rows, _GROUPED_TILE)
+  tile = tokens, *(min(_GROUPED_TILE, each.shape[1]) for each in (x, y))
+  return _GROUPED.tgmm(x.T, y, sizes, jnp.float32, tile, interpret=interpret)
 
 
 # Rows.

@@ -29,12 +29,14 @@ is: two scores that bfloat16 cannot tell apart are two different policies.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable
+import functools
+from typing import Callable
 
 import jax
 import jax.numpy as jnp
 
 from areal_jax.mesh.rules import Rules, free_axes, mesh_axes
+from areal_jax.models import kernels
 
 Array = jax.Array
 
@@ -180,6 +182,7 @@ def statistics(
 
 
 Activation = Callable[[Array], Array]
+Product = Callable[[Array, Array, Array], Array]
 
 
 def mix(
@@ -213,6 +216,8 @@ def mix(
     [M, D] in the dtype of `h`.
   """
   form = mix_every if platform == 'cpu' else mix_sorted
+  if platform == 'tpu':
+    form = functools.partial(mix_sorted, product=grouped_product)
   if mesh is None or mesh.size == 1:
     return form(h, experts, weights, gate, up, down, activation=activation)
   tokens = rules.spec(('tokens', None), h.shape, mesh)
@@ -222,14 +227,8 @@ def mix(
   held = mesh_axes(rules.tokens)
   gathered = tuple(axis for axis in held if axis in cut)
   summed = tuple(axis for axis in cut if axis not in held)
-  others = tuple(axis for axis in held if axis not in cut)
 
   def share(h, experts, weights, gate, up, down):
-    # Said aloud, because jax 0.10.2 lets a gather of an array that is whole on
-    # an axis by indices that are not differ in its gradient: its cotangents
-    # were not added up over the axis.
-    h, experts, weights = _varying((h, experts, weights), summed)
-    gate, up, down = _varying((gate, up, down), others)
     if gathered:
       h, experts, weights = (
           jax.lax.all_gather(x, gathered, axis=0, tiled=True)
@@ -250,14 +249,10 @@ def mix(
       share,
       mesh=mesh,
       axis_names=free_axes(mesh),
+      check_vma=False,  # the kernel for TPUs does not say where it varies
       in_specs=(tokens, tokens, tokens, into, into, out_of),
       out_specs=tokens,
   )(h, experts, weights, gate, up, down)
-
-
-def _varying(arrays: Any, axes: tuple[str, ...]) -> Any:
-  """Arrays that are whole on these mesh axes, as parts that may differ."""
-  return jax.lax.pcast(arrays, axes, to='varying') if axes else arrays
 
 
 def mix_every(
@@ -282,6 +277,44 @@ def mix_every(
   return jnp.einsum('emf,efd->md', inner, down.astype(h.dtype))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_product(
+    x: Array, matrices: Array, sizes: Array, interpret: bool = False
+) -> Array:
+  """`jax.lax.ragged_dot`, with a gradient of the matrices by groups on a TPU.
+
+  XLA for TPU has a kernel for the product and for the gradient of the rows.
+  That of the matrices it computes as if every row were in every group, which
+  takes E times the operations (libtpu 0.0.42).
+
+  Args:
+    x: [M, A] rows, sorted by group.
+    matrices: [E, A, B] in the dtype of `x`.
+    sizes: [E] int32 rows of each group.
+    interpret: whether the gradient's kernel is to run without a TPU.
+
+  Returns:
+    [M, B]; not defined for rows behind all groups.
+  """
+  del interpret
+  return jax.lax.ragged_dot(x, matrices, sizes)
+
+
+def _grouped_forward(x, matrices, sizes, interpret):
+  del interpret
+  return jax.lax.ragged_dot(x, matrices, sizes), (x, matrices, sizes)
+
+
+def _grouped_backward(interpret, kept, d_out):
+  x, matrices, sizes = kept
+  d_x = jax.lax.ragged_dot(d_out, matrices.swapaxes(1, 2), sizes)
+  d_matrices = kernels.grouped_outer(x, d_out, sizes, interpret=interpret)
+  return d_x, d_matrices.astype(matrices.dtype), None
+
+
+grouped_product.defvjp(_grouped_forward, _grouped_backward)
+
+
 def mix_sorted(
     h: Array,
     experts: Array,
@@ -291,12 +324,14 @@ def mix_sorted(
     down: Array,
     *,
     activation: Activation,
+    product: Product = jax.lax.ragged_dot,
 ) -> Array:
   """The same with one row a choice, sorted by expert: M · k rows in all.
 
   Choices outside of 0..E-1 are sorted behind all groups. What a grouped product
   gives for rows that are in no group is not defined, so they are masked going
-  in, for the gradient's sake, and coming out.
+  in, for the gradient, and coming out. `product` multiplies rows [M · k, A] with
+  the matrices [E, A, B] of their groups, of which [E] says the sizes.
   """
   (m, k), e = experts.shape, len(gate)
   flat = experts.reshape(-1)
@@ -307,7 +342,7 @@ def mix_sorted(
   mine = mine[order, None]
 
   def grouped(x, matrices):
-    return jax.lax.ragged_dot(x, matrices.astype(x.dtype), sizes)
+    return product(x, matrices.astype(x.dtype), sizes)
 
   rows = jnp.where(mine, h[order // k], 0)
   inner = activation(grouped(rows, gate)) * grouped(rows, up)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from areal_jax.compile_check import hlo, report
+from areal_jax.compile_check import report
 from areal_jax.compile_check.__main__ import Asked, main
 from areal_jax.compile_check.check import (
     RolloutSide,
@@ -20,11 +20,17 @@ from areal_jax.compile_check.check import (
 )
 from areal_jax.compile_check.chips import has_libtpu, parse_topology
 from areal_jax.compile_check.hlo import Cost
-from areal_jax.compile_check.programs import Memory, Program
+from areal_jax.compile_check.programs import (
+    Memory,
+    Program,
+    Task,
+    compile_program,
+)
 from areal_jax.config import ConfigError
 from areal_jax.experiment import prepare_shapes
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut
+from areal_jax.models import moe
 from areal_jax.train.step import TrainStep
 from tests.compile_check.failing import no_such_program
 from tests.conftest import ROOT
@@ -354,17 +360,28 @@ def test_the_experiment_fits_the_machine_that_it_is_for(config, topology):
 
 @needs_libtpu
 def test_grouped_products_of_a_tpu_are_counted():
+  m, a, b, e = 512, 256, 128, 4
   device = parse_topology('v5e:2x2').devices()[0]
   place = jax.sharding.SingleDeviceSharding(device)
   shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(
       sizes, dtype, sharding=place
   )
-  program = jax.jit(jax.lax.ragged_dot).lower(
-      shape(jnp.bfloat16, 512, 256),
-      shape(jnp.bfloat16, 4, 256, 128),
-      shape(jnp.int32, 4),
+  shapes = (
+      shape(jnp.bfloat16, m, a),
+      shape(jnp.bfloat16, e, a, b),
+      shape(jnp.int32, e),
   )
-  found = hlo.cost(program.compile().as_text())
-  # A row is multiplied with one matrix of the four.
-  assert found.flops == 2 * 512 * 256 * 128
-  assert found.bytes >= 2 * (512 * 256 + 4 * 256 * 128 + 512 * 128)
+
+  def gradient(product):
+    def loss(x, matrices, sizes):
+      return (product(x, matrices, sizes).astype(jnp.float32) ** 2).sum()
+
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(*shapes)
+    task = Task('gradient', 'train', 'one chip', lambda: traced, grouped=0.5)
+    return compile_program(task, device).cost.flops
+
+  # The product, and the gradients of both: a row with one matrix of the four,
+  # and half of the rows have one.
+  assert gradient(moe.grouped_product) == 3 * 2 * m * a * b / 2
+  # What XLA makes of the last: every row in every group.
+  assert gradient(jax.lax.ragged_dot) >= 2 * m * a * b * e

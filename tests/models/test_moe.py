@@ -12,7 +12,7 @@ from safetensors import numpy as st
 
 from areal_jax.config import ConfigError, resolve
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import hf, moe, transformer
+from areal_jax.models import hf, kernels, moe, transformer
 from areal_jax.models.config import MoeSettings
 from tests import tiny
 
@@ -138,6 +138,33 @@ def test_both_forms_have_the_same_gradients(layer):
     )
 
 
+# As a TPU has it, its kernel interpreted.
+_PRODUCT = moe.grouped_product
+INTERPRETED = lambda *given: _PRODUCT(*given, True)
+AS_ON_TPU = functools.partial(moe.mix_sorted, product=INTERPRETED)
+
+
+def test_the_kernel_of_the_gradient_sums_outer_products_by_group():
+  draw = np.random.default_rng(0).normal
+  x, y = (draw(size=(300, n)).astype(np.float32) for n in (20, 140))
+  sizes = [0, 130, 1, 0, 129, 0]  # and 40 rows of no group
+  got = kernels.grouped_outer(
+      x, y, jnp.asarray(sizes, jnp.int32), interpret=True
+  )
+  ends = np.cumsum(sizes)
+  wanted = [x[e - n : e].T @ y[e - n : e] for e, n in zip(ends, sizes)]
+  np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_by_groups_are_those_of_every_expert(layer):
+  every = _gradient(layer, form=moe.mix_every)
+  grouped = _gradient(layer, form=AS_ON_TPU)
+  for name, wanted in every.items():
+    np.testing.assert_allclose(
+        grouped[name], wanted, rtol=1e-4, atol=1e-4, err_msg=name
+    )
+
+
 MESHES = pytest.mark.parametrize(
     'shape, rules',
     [
@@ -152,11 +179,17 @@ MESHES = pytest.mark.parametrize(
 
 @MESHES
 @pytest.mark.parametrize(
-    'platform, form', [('cpu', moe.mix_every), ('gpu', moe.mix_sorted)]
+    'platform, form',
+    [
+        ('cpu', moe.mix_every),
+        ('gpu', moe.mix_sorted),
+        ('tpu', moe.mix_every),
+    ],
 )
 def test_experts_over_several_devices_equal_one_device(
-    layer, platform, form, shape, rules
+    layer, platform, form, shape, rules, monkeypatch
 ):
+  monkeypatch.setattr(moe, 'grouped_product', INTERPRETED)
   mesh = tiny.mesh(*shape)
   axes = {
       'h': ('tokens', None),
