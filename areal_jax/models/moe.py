@@ -330,7 +330,7 @@ def mix_sorted(
 
   Choices outside of 0..E-1 are sorted behind all groups. What a grouped product
   gives for rows that are in no group is not defined, so they are masked going
-  in, for the gradient, and coming out. `product` multiplies rows [M · k, A] with
+  in, for the gradient, and coming out. `product` multiplies rows [M · k, A] by
   the matrices [E, A, B] of their groups, of which [E] says the sizes.
   """
   (m, k), e = experts.shape, len(gate)
