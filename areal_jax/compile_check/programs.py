@@ -253,7 +253,7 @@ def kernel_cost(
       total += _of_kernel(equation, live)
       continue
     if given.get('name') == 'tgmm':
-      total += _of_grouped_outer(equation).times(grouped)
+      total += _of_grouped_outer(equation, grouped)
       continue
     inside = [
         kernel_cost(part, live, grouped)
@@ -268,12 +268,16 @@ def kernel_cost(
   return total
 
 
-def _of_grouped_outer(equation: Any) -> KernelCost:
+def _of_grouped_outer(equation: Any, grouped: float) -> KernelCost:
   """Of rows [A, M] and [M, B]; each once, and once what comes out."""
   left, right = (var.aval for var in equation.invars[:2])
-  (out,) = equation.outvars
-  moved = sum(x.size * x.dtype.itemsize for x in (left, right, out.aval))
-  return KernelCost(2.0 * left.size * right.shape[1], moved)
+  (out,) = (var.aval for var in equation.outvars)
+  rows, came = (
+      sum(x.size * x.dtype.itemsize for x in arrays)
+      for arrays in ((left, right), (out,))
+  )
+  flops = 2.0 * left.size * right.shape[1]
+  return KernelCost(grouped * flops, grouped * rows + came)
 
 
 def _of_kernel(equation: Any, live: float) -> KernelCost:
