@@ -107,7 +107,8 @@ CASES = (
         pages=2048,
     ),
     Case(
-        'Qwen3-30B-A3B', 'v6e:16x16', {'fsdp': 8, 'expert': 4, 'tensor': 4},
+        'Qwen3-30B-A3B', 'v6e:16x16',
+        {'fsdp': 4, 'expert': 4, 'context': 2, 'tensor': 4},
         16, 4, 2, pages=2048,
     ),
 )  # fmt: skip
