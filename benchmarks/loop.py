@@ -485,7 +485,7 @@ def main(argv: Sequence[str]) -> None:
   del argv
   short = flags.FLAGS.short
   chosen = plan(short)
-  given = {'Tunix': flags.FLAGS.tunix, 'TRL': flags.FLAGS.trl}
+  given = {name: serving.interpreter_of(name) for name in _PEERS}
   pythons = {name: python for name, python in given.items() if python}
   with tempfile.TemporaryDirectory() as scratch:
     bench = Bench(chosen, pathlib.Path(scratch), pythons)

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -369,6 +370,22 @@ class Peer:
     self._log.close()
 
 
+def interpreter_of(name: str) -> str:
+  """The interpreter that was given for a system; '' if there is none.
+
+  Args:
+    name: Tunix has its own, the others that of TRL.
+
+  Raises:
+    UsageError: it is none that can be run.
+  """
+  flag = 'tunix' if name == 'Tunix' else 'trl'
+  python = flags.FLAGS[flag].value
+  if python and shutil.which(python) is None:
+    raise app.UsageError(f'--{flag} is {python!r}, wanted an interpreter')
+  return python
+
+
 @contextlib.contextmanager
 def started(
     config: ModelConfig, scripts: Mapping[str, str]
@@ -377,13 +394,15 @@ def started(
 
   Args:
     config: of the policy.
-    scripts: file of `peers` by name; Tunix has its own interpreter, the others
-      that of TRL.
+    scripts: file of `peers` by name.
+
+  Raises:
+    UsageError: see `interpreter_of`.
   """
   with contextlib.ExitStack() as stack:
     peers = {}
     for name, script in scripts.items():
-      python = flags.FLAGS.tunix if name == 'Tunix' else flags.FLAGS.trl
+      python = interpreter_of(name)
       if python:
         peers[name] = Peer(python, script, config)
         stack.callback(peers[name].close)

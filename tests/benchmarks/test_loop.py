@@ -114,6 +114,13 @@ def test_characters_are_tokens_and_the_reward_is_a_coin():
   assert set(scores) == {0.0, 1.0}  # so that there is something to learn
 
 
+def test_an_interpreter_that_is_none_is_refused_before_any_run():
+  command = [sys.executable, '-m', 'benchmarks.loop', '--trl=/no/python']
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 1 and 'tokens/s' not in done.stdout
+  assert "--trl is '/no/python', wanted an interpreter" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_short_run_prints_a_table():
