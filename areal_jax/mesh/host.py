@@ -38,9 +38,10 @@ def prepare() -> None:
   """Sets up this process for programs on the host; `machine_devices` calls it.
 
   Besides `keep_freed_memory`, a program runs in the thread that calls it, which
-  waits for its end, and not in one of XLA's. Nothing is lost by that: programs
-  of other threads run meanwhile, as they did, on the same processors. To be
-  called before jax has its devices; later it has no effect on programs.
+  waits for its end, and not in one of XLA's. Programs of other threads run
+  meanwhile, on the same processors; what is lost is that a thread could go on
+  beside its own program. To be called before jax has its devices; later it has
+  no effect on programs.
   """
   jax.config.update('jax_cpu_enable_async_dispatch', False)
   keep_freed_memory()
