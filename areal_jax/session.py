@@ -23,13 +23,14 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import gc
 import json
 import pathlib
 import random
 import sys
 import threading
 import time
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 
@@ -176,6 +177,7 @@ def run(experiment: Experiment) -> Result:
   slices = cut(devices, settings.mesh)
   rules = Rules()
   with contextlib.ExitStack() as stack:
+    stack.enter_context(_modules_left_alone())
     signals = stack.enter_context(Signals())
     params, left = _first_params(prepared, start, slices, rules)
     require_memory(
@@ -206,6 +208,20 @@ def run(experiment: Experiment) -> Result:
     )
     session.tell_start(left)
     return Result(folder, session.run(params))
+
+
+@contextlib.contextmanager
+def _modules_left_alone() -> Iterator[None]:
+  """The garbage collector looks at nothing older than this context.
+
+  That is the modules of jax and others, mostly. Each full collection goes over
+  them, while no other thread runs Python.
+  """
+  gc.freeze()
+  try:
+    yield
+  finally:
+    gc.unfreeze()
 
 
 def _start(prepared: Prepared) -> tuple[Start, Carried | None]:

@@ -10,9 +10,14 @@ os.environ.setdefault('NPROC', '16')
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # As `mesh/host.py` has it where a run begins.
 os.environ['JAX_CPU_ENABLE_ASYNC_DISPATCH'] = 'false'
-_FLAG = '--xla_force_host_platform_device_count=8'
-if _FLAG not in os.environ.get('XLA_FLAGS', ''):
-  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}'.strip()
+_FLAGS = (
+    '--xla_force_host_platform_device_count=8',
+    '--xla_backend_optimization_level=1',
+)
+_there = os.environ.get('XLA_FLAGS', '').split()
+os.environ['XLA_FLAGS'] = ' '.join(
+    [*_there, *(flag for flag in _FLAGS if flag not in _there)]
+)
 
 # Many tests build the same small programs; each is compiled once a test run.
 _CACHE = tempfile.TemporaryDirectory(prefix='areal_jax_compiled_')

@@ -6,6 +6,7 @@ model and the number of steps are small.
 
 import asyncio
 import dataclasses
+import gc
 import json
 import random
 import re
@@ -224,6 +225,22 @@ def one_group(prepared, engine, weights, state, draw, version):
         )
     )
   return state, Group(draw, size, tuple(members), (), version)
+
+
+def test_collector_leaves_modules_alone_while_a_run_goes_on(
+    tmp_path, monkeypatch
+):
+  class Seen(Exception):
+    pass
+
+  def first(*_):
+    raise Seen(gc.get_freeze_count())
+
+  monkeypatch.setattr(session, '_first_params', first)
+  with pytest.raises(Seen) as seen:
+    session.run(experiment(tmp_path))
+  assert seen.value.args[0] > 100_000
+  assert gc.get_freeze_count() == 0
 
 
 def test_eta_zero_equals_a_plain_loop_bit_for_bit(synchronous, tmp_path):

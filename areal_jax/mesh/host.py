@@ -8,6 +8,10 @@ block of more than 64 MB is mapped and unmapped at every use. One heap for all
 threads, which it can be told too, has those of a compiler wait for each other.
 So programs run in the thread that calls them, and a step is called by the main
 thread.
+
+Before the end of a first step nothing takes as long as compiling. LLVM's first
+level takes less time than its third, which is XLA's choice, and its programs
+are as fast (docs/results.md, 2026-11-30).
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 # What drivers of GPUs and TPUs put there.
 _DEVICE_FILES = ('/dev/nvidia[0-9]*', '/dev/kfd', '/dev/accel*', '/dev/vfio/*')
 
+_EFFORT = 'xla_backend_optimization_level'  # of LLVM
+
 
 def computes() -> bool:
   """Whether programs will run on the processors, before jax has any device."""
@@ -40,10 +46,14 @@ def prepare() -> None:
   Besides `keep_freed_memory`, a program runs in the thread that calls it, which
   waits for its end, and not in one of XLA's. Programs of other threads run
   meanwhile, on the same processors; what is lost is that a thread could go on
-  beside its own program. To be called before jax has its devices; later it has
-  no effect on programs.
+  beside its own program. LLVM compiles at its first level, unless `XLA_FLAGS`
+  says otherwise. To be called before jax has its devices; later it has no
+  effect on programs.
   """
   jax.config.update('jax_cpu_enable_async_dispatch', False)
+  flags = os.environ.get('XLA_FLAGS', '')
+  if _EFFORT not in flags:
+    os.environ['XLA_FLAGS'] = f'{flags} --{_EFFORT}=1'.strip()
   keep_freed_memory()
 
 

@@ -21,6 +21,7 @@ Left to others: sampling (`rollout/`), losses (`losses/`), files (`hf.py`).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import operator
@@ -60,6 +61,9 @@ _STREAM = 'stream'
 
 # Projections whose outputs are heads.
 _HEADS = ('query', 'key', 'value')
+
+# Of `_abstract`, by the config's values.
+_abstracts: dict[str, tuple[nnx.GraphDef, nnx.State]] = {}
 
 # attend(layer, cache, q [M, N, H], k [M, K, H], v [M, K, H]) gives the mixture
 # [M, N, H], the cache with k and v in it, and what the caller collects.
@@ -374,11 +378,7 @@ def init_params(
     made = nnx.to_pure_dict(nnx.state(Transformer(config, rngs)))
     return _in_base_dtype(config, made)
 
-  # It runs once, and at full effort XLA for CPU compiles it for longer than all
-  # else that a start needs. The bits are equal.
-  on_cpu = _Layout(mesh, rules).platform == 'cpu'
-  options = {'xla_backend_optimization_level': '1'} if on_cpu else None
-  made = jax.jit(create, out_shardings=shardings, compiler_options=options)
+  made = jax.jit(create, out_shardings=shardings)
   # Without it a device's part of an array depends on how it is cut.
   with jax.threefry_partitionable(True):
     return made(jax.random.key(seed))
@@ -424,7 +424,7 @@ def partition(config: ModelConfig, tree: Params) -> tuple[Params, Params]:
   """
   if not config.lora.projections:
     return tree, {}
-  state = nnx.state(_abstract(config))
+  _, state = _abstract(config)
   learns, stays = nnx.split_state(state, nnx.LoRAParam, ...)
   return tuple(
       lora.part_of(tree, nnx.to_pure_dict(part)) for part in (learns, stays)
@@ -433,13 +433,13 @@ def partition(config: ModelConfig, tree: Params) -> tuple[Params, Params]:
 
 def abstract_params(config: ModelConfig) -> Params:
   """The parameters as `jax.ShapeDtypeStruct`s."""
-  shapes = nnx.to_pure_dict(nnx.state(_abstract(config)))
-  return _in_base_dtype(config, shapes)
+  _, state = _abstract(config)
+  return _in_base_dtype(config, nnx.to_pure_dict(state))
 
 
 def logical_axes(config: ModelConfig) -> Params:
   """The parameters' axis names: tuples where the parameters have arrays."""
-  state = nnx.state(_abstract(config))
+  _, state = _abstract(config)
   return nnx.to_pure_dict(
       jax.tree.map(
           lambda p: p.axes, state, is_leaf=lambda p: isinstance(p, nnx.Variable)
@@ -1149,13 +1149,24 @@ def _in_base_dtype(config: ModelConfig, params: Params) -> Params:
   return lora.overlaid(jax.tree.map(cast, stays), learns)
 
 
-def _abstract(config: ModelConfig) -> Transformer:
-  return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+def _abstract(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+  """Structure and shapes of the module; not to be changed.
+
+  Kept, for every program that is traced asks for them. A config can be edited,
+  so what is kept is known by the values, and has a copy of them.
+  """
+  values = repr(config)
+  if values not in _abstracts:
+    own = copy.deepcopy(config)
+    _abstracts[values] = nnx.split(
+        nnx.eval_shape(lambda: Transformer(own, nnx.Rngs(0)))
+    )
+  return _abstracts[values]
 
 
 def _merged(config: ModelConfig, params: Params) -> Transformer:
   """The module around these parameters; layers apart stay shapes in it."""
-  structure, state = nnx.split(_abstract(config))
+  structure, state = _abstract(config)
   stacked = isinstance(params['blocks'], dict)
   known = {n: x for n, x in params.items() if stacked or n != 'blocks'}
   return nnx.merge(structure, _filled(state, known))

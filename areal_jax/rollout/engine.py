@@ -782,7 +782,7 @@ class Engine:
     if self._planned_for is not None:
       self.programs.wait_for_all()
     self._planned_for = asked
-    self.programs.plan(*self._plan(weights, exact, jetstream))
+    self.programs.plan(**self._plan(weights, exact, jetstream))
 
   def warm_up(self, params: Params) -> None:
     """Compiles every program that a run can need, and waits for all of them.
@@ -798,10 +798,12 @@ class Engine:
 
   def _plan(
       self, weights: Params, exact: bool = False, jetstream: bool = False
-  ) -> tuple[list[tuple[Name, Compile]], list[tuple[Name, Compile]]]:
-    """What to compile for weights of these shapes, in the order of need.
+  ) -> dict[str, list[tuple[Name, Compile]]]:
+    """What to compile for weights of these shapes, as `Programs.plan` takes it.
 
-    And what a run can do without: decode steps of few slots.
+    What the first answers need comes first. Before a first step nobody needs
+    extensions longer than a prompt: of a sequence whose weights are replaced.
+    What a run can do without are decode steps of few slots.
     """
     s, integers, state = self.settings, _integers, self.abstract_state
     laid_out = weights
@@ -876,7 +878,7 @@ class Engine:
     if jetstream:
       first, *more = (prefill(bucket) for bucket in s.prefill_buckets)
       decode = generate(self.share.slots, columns[-1])
-      return [*plan, first, decode, *more], []
+      return {'work': [*plan, first, decode, *more]}
     plan += [
         extend(*pieces[0]),
         (OCCUPY, occupy),
@@ -887,16 +889,16 @@ class Engine:
     plan += [extend(*shape) for shape in pieces[1:] if shape[1] <= longest]
     if s.sampling.prompt_logps:
       plan += [prompt_logps(bucket) for bucket in s.prefill_buckets]
-    # The first answers become longer before there are new weights, which
-    # sequences longer than a prompt are computed anew for.
     every, *fewer = self.share.decode_rows
-    plan += [generate(every, width) for width in columns[1:2]]
-    plan += [extend(*shape) for shape in pieces[1:] if shape[1] > longest]
-    return [*plan, *(generate(every, width) for width in columns[2:])], [
-        generate(rows, width)
-        for width in columns
-        for rows in (() if exact else fewer)
-    ]
+    return {
+        'work': plan + [generate(every, width) for width in columns[1:]],
+        'soon': [extend(*shape) for shape in pieces[1:] if shape[1] > longest],
+        'later': [
+            generate(rows, width)
+            for width in columns
+            for rows in (() if exact else fewer)
+        ],
+    }
 
   # The same from shapes alone: nothing is compiled and no device used.
 

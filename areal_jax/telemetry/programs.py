@@ -3,7 +3,9 @@
 A plan goes in: names of programs in the order in which a run will need them,
 and for each a function that compiles it from shapes alone. One thread works it
 off while weights are loaded and the first requests are served. Whoever is about
-to call a program waits for that one, and what is waited for comes next. Which
+to call a program waits for that one, and what is waited for comes next. What no
+first step needs is compiled when nothing else is to be, in any engine or
+trainer of the process: they share the processors that compile. Which
 program is called depends on what is ready in one case alone, that of decode
 steps for few slots, which loops that repeat a run bit by bit do not take.
 
@@ -33,13 +35,19 @@ def text_of(name: Name) -> str:
   return ' '.join(map(str, name))
 
 
+# All that follows is guarded by one lock: engines and trainers take turns.
+_changed = threading.Condition()
+_busy: set[Programs] = set()  # have something that comes first
+_patient: set[Programs] = set()  # have something that comes behind it
+
+
 class Programs:
   """What an engine or trainer has compiled, compiles and is to compile."""
 
   def __init__(self):
-    self._changed = threading.Condition()
     self._executor: concurrent.futures.ThreadPoolExecutor | None = None
     self._queue: dict[Name, Compile] = {}  # in the order of need
+    self._soon: dict[Name, Compile] = {}  # the same, behind all of the process
     self._later: dict[Name, Compile] = {}  # not before somebody wants them
     # Begun or done. What is in neither was not planned, or is given up.
     self._begun: dict[Name, concurrent.futures.Future] = {}
@@ -48,6 +56,7 @@ class Programs:
   def plan(
       self,
       work: Sequence[tuple[Name, Compile]],
+      soon: Sequence[tuple[Name, Compile]] = (),
       later: Sequence[tuple[Name, Compile]] = (),
   ) -> None:
     """Has programs compiled, in this order, behind those planned before.
@@ -55,29 +64,33 @@ class Programs:
     Args:
       work: names, each once, and what compiles them. A name planned before is
         compiled again, for other arguments.
+      soon: those that can wait until no other `Programs` has `work` left.
       later: those that a run can do without: compiled when they are wanted.
     """
-    with self._changed:
+    with _changed:
       self._queue.update(work)
+      self._soon.update(soon)
       self._later.update(later)
-      for name, _ in (*work, *later):
+      for name, _ in (*work, *soon, *later):
         self._begun.pop(name, None)
       self._start()
 
   def want(self, name: Name) -> None:
-    """Has a program compiled that was planned for later; waits for nothing."""
-    with self._changed:
-      if name in self._later:
-        self._queue[name] = self._later[name]
-        del self._later[name]  # last, for `ready` takes no lock
-        self._start()
+    """Has a program compiled that was put off; waits for nothing."""
+    with _changed:
+      for held in (self._soon, self._later):
+        if name in held:
+          self._queue[name] = held[name]
+          del held[name]  # last, for `ready` takes no lock
+          self._start()
 
   def ready(self, name: Name) -> bool:
     """Whether a call would not wait: it is done, failed, or not planned."""
     future = self._begun.get(name)
     if future:
       return future.done()
-    return name not in self._later and name not in self._queue
+    held = self._later, self._soon, self._queue
+    return not any(name in programs for programs in held)
 
   def wait(
       self, name: Name, given_up: Callable[[], bool] = lambda: False
@@ -96,10 +109,10 @@ class Programs:
     """
     if not self.ready(name):
       self.want(name)
-      with self._changed:
+      with _changed:
         if name in self._queue:
           self._queue = {name: self._queue[name], **self._queue}
-        self._changed.wait_for(lambda: self.ready(name) or given_up())
+        _changed.wait_for(lambda: self.ready(name) or given_up())
         if not self.ready(name):
           return False
     future = self._begun.get(name)
@@ -109,25 +122,24 @@ class Programs:
 
   def wait_for_all(self) -> None:
     """Waits until everything planned is compiled; raises what went wrong."""
-    with self._changed:
-      names = [*self._begun, *self._queue, *self._later]
+    with _changed:
+      names = [*self._begun, *self._queue, *self._soon, *self._later]
     for name in names:
       self.wait(name)
 
   def nudge(self) -> None:
     """Has those who wait ask whether to wait no longer."""
-    with self._changed:
-      self._changed.notify_all()
+    with _changed:
+      _changed.notify_all()
 
   def close(self) -> None:
     """Gives up what has not begun, and waits for what has.
 
     Those who wait for what is given up go on, and would compile it themselves.
     """
-    with self._changed:
-      self._queue.clear()
-      self._later.clear()
-      self._changed.notify_all()
+    with _changed:
+      self._give_up()
+      _changed.notify_all()
       executor = self._executor
     if executor is not None:
       executor.shutdown(wait=True)
@@ -145,12 +157,16 @@ class Programs:
     name, since = doing
     return (
         f'compiles {text_of(name)} for {time.monotonic() - since:.1f} s,'
-        f' {len(self._queue)} programs to follow'
+        f' {len(self._queue) + len(self._soon)} programs to follow'
     )
 
   def _start(self) -> None:
     """Sets the thread to work; `_changed` is held."""
-    if self._executor is None and self._queue:
+    if self._queue:
+      _busy.add(self)
+    if self._soon:
+      _patient.add(self)
+    if self._executor is None and (self._queue or self._soon):
       self._executor = concurrent.futures.ThreadPoolExecutor(
           1, thread_name_prefix='programs'
       )
@@ -158,27 +174,43 @@ class Programs:
 
   def _next(self) -> None:
     """Begins with the next program; `_changed` is held."""
-    self._doing = None
-    if self._queue:
-      name, compile_ = next(iter(self._queue.items()))
+    self._doing = future = None
+    work = self._queue or ({} if _busy - {self} else self._soon)
+    if work:
+      name, compile_ = next(iter(work.items()))
       try:
         future = self._executor.submit(_compiled, compile_)
       except RuntimeError:  # the interpreter is about to end
-        self._queue.clear()
+        self._give_up()
       else:
         self._doing = (name, time.monotonic())
         self._begun[name] = future
-        del self._queue[name]  # last, for `ready` takes no lock
-        future.add_done_callback(self._ended)
-        return
-    self._executor.shutdown(wait=False)
-    self._executor = None
+        del work[name]  # last, for `ready` takes no lock
+    if not self._soon:
+      _patient.discard(self)
+    if self in _busy and (future is None or work is not self._queue):
+      _busy.remove(self)
+      if not _busy:
+        for programs in [*_patient]:
+          programs._start()
+    if future is None:
+      self._executor.shutdown(wait=False)
+      self._executor = None
+    else:  # last, for it may have ended
+      future.add_done_callback(self._ended)
+
+  def _give_up(self) -> None:
+    """Forgets what has not begun; `_changed` is held."""
+    self._queue.clear()
+    self._soon.clear()
+    self._later.clear()
+    _patient.discard(self)
 
   def _ended(self, future: concurrent.futures.Future) -> None:
     del future
-    with self._changed:
+    with _changed:
       self._next()
-      self._changed.notify_all()
+      _changed.notify_all()
 
 
 def _compiled(compile_: Compile) -> None:

@@ -93,3 +93,42 @@ def test_device_files_say_it_where_jax_is_asked_for_nothing(
   if there:
     (tmp_path / 'accel0').touch()
   assert host.computes() != there
+
+
+EFFORT = """
+import os
+import jax, jax.numpy as jnp
+from areal_jax.mesh.slices import MeshSettings, machine_devices
+
+machine_devices(MeshSettings(colocated=True))
+jax.jit(lambda x: jnp.exp(x).sum())(jnp.ones(1000)).block_until_ready()
+print(os.environ['XLA_FLAGS'])
+"""
+
+
+@pytest.mark.parametrize(
+    'asked, expected',
+    [
+        ('', '--xla_backend_optimization_level=1'),
+        (
+            '--xla_force_host_platform_device_count=2',
+            '--xla_force_host_platform_device_count=2'
+            ' --xla_backend_optimization_level=1',
+        ),
+        (
+            '--xla_backend_optimization_level=3',
+            '--xla_backend_optimization_level=3',
+        ),
+    ],
+)
+def test_programs_of_a_run_are_compiled_with_less_effort_unless_asked(
+    asked, expected
+):
+  child = subprocess.run(
+      [sys.executable, '-c', EFFORT],
+      env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': asked},
+      capture_output=True,
+      text=True,
+      timeout=60,
+  )
+  assert (child.returncode, child.stdout.strip()) == (0, expected), child.stderr

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from areal_jax.telemetry import programs as programs_lib
 from areal_jax.telemetry.programs import Programs, text_of
 
 WAIT_S = 60
@@ -85,6 +86,44 @@ def test_what_is_planned_for_later_is_compiled_when_it_is_wanted(made):
   programs.want(e)
   programs.wait_for_all()
   assert work.begun[3:] == [e, d]
+
+
+def test_what_can_wait_is_compiled_when_nobody_has_other_work(made):
+  """The trainer's programs come before what engines need after a step."""
+  trainer, work = made
+  engine, d, e, f = Programs(), ('d', 4), ('e', 5), ('f', 6)
+  try:
+    engine.plan(work(d), soon=work(e, f))
+    work.let(d, e, f)
+    engine.wait(d)
+    # Whoever waits for one has it at once, and the others stay.
+    assert not engine.ready(e) and not engine.ready(f)
+    assert engine.wait(f)
+    assert not engine.ready(e) and not trainer.ready(A)
+    work.let(A, B, C)
+    trainer.wait_for_all()
+    with programs_lib._changed:
+      assert programs_lib._changed.wait_for(lambda: engine.ready(e), WAIT_S)
+    assert sorted(work.begun[:3]) == [A, d, f]
+    assert work.begun[3:] == [B, C, e]
+  finally:
+    work.let(e)
+    engine.close()
+  assert not programs_lib._busy and not programs_lib._patient
+
+
+def test_closing_forgets_what_can_wait(made):
+  trainer, work = made
+  engine = Programs()
+  engine.plan([], soon=work(('d', 4)))
+  assert not engine.ready(('d', 4))
+  engine.close()
+  assert engine.ready(('d', 4))
+  work.let(A, B, C)
+  trainer.wait_for_all()
+  trainer.close()
+  assert work.begun == [A, B, C]
+  assert not programs_lib._busy and not programs_lib._patient
 
 
 def test_what_nobody_planned_is_not_waited_for(made):
