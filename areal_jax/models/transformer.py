@@ -65,10 +65,11 @@ _HEADS = ('query', 'key', 'value')
 # Of `_abstract`, by the config's values.
 _abstracts: dict[str, tuple[nnx.GraphDef, nnx.State]] = {}
 
-# attend(layer, cache, q [M, N, H], k [M, K, H], v [M, K, H]) gives the mixture
-# [M, N, H], the cache with k and v in it, and what the caller collects.
+# attend(layer, window, cache, q [M, N, H], k [M, K, H], v [M, K, H]) gives the
+# mixture [M, N, H], the cache with k and v in it, and what the caller collects.
+Window = attention.Window | int | None
 Attend = Callable[
-    [Array | int, Any, Array, Array, Array], tuple[Array, Any, Any]
+    [Array, Window, Any, Array, Array, Array], tuple[Array, Any, Any]
 ]
 
 
@@ -154,7 +155,8 @@ class Block(nnx.Module):
       self,
       x: Array,
       rope: Rope,
-      layer: Array | int,
+      layer: Array,
+      window: Window,
       cache: Any,
       attend: Attend,
       layout: _Layout,
@@ -168,6 +170,7 @@ class Block(nnx.Module):
         three dimensions are slow on CPU, in the backward pass above all.
       rope: cosines and sines [M, 1, H / 2] of the tokens' positions.
       layer: its number, for `attend`.
+      window: tokens that a query of it sees; None for all before it.
       cache: passed to `attend` and on.
       attend: see `Attend`.
       layout: constrains activations.
@@ -191,7 +194,7 @@ class Block(nnx.Module):
       k = _rms_norm(c, k, self.key_norm)
     q = _rotate(q, rope, scale=1 / math.sqrt(c.query_scalar or c.head_size))
     k = _rotate(k, rope)
-    mixed, cache, collected = attend(layer, cache, q, k, v)
+    mixed, cache, collected = attend(layer, window, cache, q, k, v)
     mixed = layout(mixed.astype(x.dtype), 'tokens', 'heads', 'head')
     more = self._project(mixed.reshape(len(x), -1), 'out')
     if c.post_norms:
@@ -304,39 +307,46 @@ class Transformer(nnx.Module):
     routers = routers or _Routers()
     one_layer, stacked = nnx.split(self.blocks)
 
-    def step(carry, layer, weights, given):
+    def step(carry, like, layer, weights, given):
       x, cache = carry
       if c.remat == 'offload':
         x = checkpoint_name(x, _STREAM)
+      if not isinstance(weights, nnx.State):
+        weights = _filled(stacked, weights)
       block = nnx.merge(one_layer, weights)
+      known = layer if like is None else like
       x, cache, collected, routing = block(
           x,
-          _of_layer(c, layer, *ropes),
+          _of_layer(c, known, *ropes),
           layer,
+          _window(c, known),
           cache,
           attend,
           layout,
           _Routers(given, routers.real),
           # In a scan all layers are of one kind.
-          sparse=(0 if c.layer_loop == 'scan' else layer) in c.sparse_layers,
+          sparse=(like or 0) in c.sparse_layers,
       )
       return (x, cache), (collected, routing)
 
     if c.layer_loop == 'scan':
-      body = lambda carry, inputs: step(carry, *inputs)
+      body = lambda carry, inputs: step(carry, None, *inputs)
       body = _rematerialised(c, body, prevent_cse=False)
       inputs = jnp.arange(c.layers), stacked, routers.given
       (x, cache), gathered = jax.lax.scan(body, (x, cache), inputs)
       return x, cache, *gathered
-    body = _rematerialised(c, step, static_argnums=1)
+    # Layers of one kind are traced and differentiated once, and called again;
+    # XLA writes out every call.
+    body = jax.jit(_rematerialised(c, step, static_argnums=1), static_argnums=1)
     carry, rows, routings = (x, cache), [], []
-    for layer in range(c.layers):
-      if apart is None:
-        weights = _of_one_layer(c, stacked, layer)
-      else:
-        weights = _filled(stacked, apart[layer])
+    for layer, like in enumerate(_first_alike(c)):
+      weights = (
+          _of_one_layer(c, stacked, layer) if apart is None else apart[layer]
+      )
       given = _given(c, routers.given, layer)
-      carry, (collected, routing) = body(carry, layer, weights, given)
+      carry, (collected, routing) = body(
+          carry, like, np.int32(layer), weights, given
+      )
       rows.append(collected)
       if routing is not None:
         routings.append(routing)
@@ -829,7 +839,7 @@ def decode_routed(
   pages = jnp.where(write_ok, pages, keys.shape[1])
   offsets = positions % page
 
-  def attend(layer, cache, q, k, v):
+  def attend(layer, window, cache, q, k, v):
     at = (layer, pages, offsets)
 
     def written(x, new):
@@ -844,7 +854,7 @@ def decode_routed(
         layer,
         page_table,
         positions,
-        window=_window(config, layer),
+        window=window,
         cap=config.attention_cap,
         platform=layout.platform,
         form=config.attention.pages,
@@ -1063,9 +1073,16 @@ def _of_layer(
   return jax.tree.map(lambda f, s: jnp.where(chosen, s, f), full, sliding)
 
 
-def _window(
-    config: ModelConfig, layer: Array | int
-) -> attention.Window | int | None:
+def _first_alike(config: ModelConfig) -> list[int]:
+  """For each layer, the first one that slides or not, and has experts or not."""
+  kinds = [
+      (n in config.sliding_layers, n in config.sparse_layers)
+      for n in range(config.layers)
+  ]
+  return [kinds.index(kind) for kind in kinds]
+
+
+def _window(config: ModelConfig, layer: Array | int) -> Window:
   """Tokens that a query of the layer sees; None for all before it."""
   slides = [n in config.sliding_layers for n in range(config.layers)]
   if isinstance(layer, int) or len(set(slides)) == 1:
@@ -1089,10 +1106,9 @@ def _row_attention(
     x = layout.rows(x, shape, heads, 'head')
     return layout(x, 'batch', 'time', heads, 'head')
 
-  def attend(layer, cache, q, k, v):
+  def attend(layer, window, cache, q, k, v):
     q, k, v = rows(q, 'heads'), rows(k, 'kv_heads'), rows(v, 'kv_heads')
     own = (k, v) if collect else None
-    window = _window(config, layer)
     if prefix is None:
       mixed = attention.attend(
           q,

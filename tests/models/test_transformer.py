@@ -338,6 +338,43 @@ def test_decode_of_layers_that_differ_equals_forward(
   np.testing.assert_allclose(got[1, :3], wanted[PROMPT:], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    'changes, kinds',
+    [
+        ({}, 1),
+        ({'sliding_window': 4, 'sliding_layers': (0, 2)}, 2),
+        (
+            {
+                'sliding_window': 4,
+                'sliding_layers': (0, 1),
+                'moe': MoeSettings(
+                    experts=4, chosen=2, width=16, dense_layers=(1, 2)
+                ),
+            },
+            4,
+        ),
+    ],
+)
+def test_layers_of_one_kind_are_traced_once(monkeypatch, changes, kinds):
+  config = make_config(layers=4, **changes)
+  traced = []
+  real = transformer.Block.__call__
+
+  def counted(self, *args, **kwargs):
+    traced.append(self)
+    return real(self, *args, **kwargs)
+
+  monkeypatch.setattr(transformer.Block, '__call__', counted)
+  ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+
+  def loss(params, ids):
+    return transformer.hidden(config, params, ids, ids, ids).sum()
+
+  jax.jit(jax.grad(loss)).lower(transformer.abstract_params(config), ids)
+  assert len(traced) == kinds
+
+
+
 def test_layers_apart_give_the_same_logits(config, params, decoded):
   got = run_decode(config, params, PERMUTED, apart=True)[0]
   for one, wanted in zip(got, decoded[0]):
