@@ -505,7 +505,11 @@ def reads_apart(
 
 
 def layers_apart(
-    config: ModelConfig, params: Params, mesh: Mesh | None, rules: Rules | None
+    config: ModelConfig,
+    params: Params,
+    mesh: Mesh | None,
+    rules: Rules | None,
+    cut: Callable[..., Params] | None = None,
 ) -> Params:
   """The same parameters in the form that a loop of `decode` reads fastest.
 
@@ -515,17 +519,45 @@ def layers_apart(
   of a layer then has 'up' beside it, [D, 2 F]: one product of few rows takes
   less time than two. Elsewhere, and a second time, they are returned as they
   are.
+
+  Args:
+    config: of the policy.
+    params: of the policy.
+    mesh: where they lie; None for one device.
+    rules: how they lie there.
+    cut: what does the work of `layer_apart`, of the same arguments: one program
+      for every layer, where all in one would have a part for each.
   """
   blocks = params['blocks']
   if isinstance(blocks, tuple) or not reads_apart(config, mesh, rules):
     return params
-  layers = [_of_one_layer(config, blocks, n) for n in range(config.layers)]
   whole = mesh is None or mesh.size == 1
-  if whole and not config.lora.projections:
-    for layer in (layers[n] for n in config.dense_layers):
-      both = layer['gate'], layer.pop('up')
-      layer['gate'] = jnp.concatenate(both, -1)
+  layers = []
+  for layer in range(config.layers):
+    places = [_place(config, name, layer) for name in sorted(blocks)]
+    join = whole and not config.lora.projections
+    join = join and layer in config.dense_layers
+    layers.append((cut or layer_apart)(blocks, np.int32(places), join))
   return {**params, 'blocks': tuple(layers)}
+
+
+def layer_apart(blocks: Params, places: Array, join: bool) -> Params:
+  """One layer of `layers_apart`.
+
+  Args:
+    blocks: the stacks.
+    places: [stacks] int32, where the layer lies in each, by their sorted names.
+    join: whether 'gate' and 'up' become one, static.
+  """
+  layer = {}
+  for place, (name, stacks) in zip(places, sorted(blocks.items())):
+    layer[name] = jax.tree.map(
+        lambda x, at=place: jax.lax.dynamic_index_in_dim(x, at, keepdims=False),
+        stacks,
+    )
+  if join:
+    layer['gate'] = jnp.concatenate([layer['gate'], layer.pop('up')], -1)
+  return layer
 
 
 # The three walks.
@@ -1074,7 +1106,7 @@ def _of_layer(
 
 
 def _first_alike(config: ModelConfig) -> list[int]:
-  """For each layer, the first one that slides or not, and has experts or not."""
+  """For each layer the first that slides as it does, and has experts or not."""
   kinds = [
       (n in config.sliding_layers, n in config.sparse_layers)
       for n in range(config.layers)

@@ -40,7 +40,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -401,9 +401,7 @@ class Engine:
     compiled = functools.partial(jax.jit, donate_argnames='state')
     self._init = jax.jit(self._initial_state, out_shardings=state)
     self._apart = transformer.reads_apart(config, mesh, rules)
-    self._lay_out = jax.jit(
-        lambda params: transformer.layers_apart(config, params, mesh, rules)
-    )
+    self._cut = jax.jit(transformer.layer_apart, static_argnums=2)
     self._prefill = jax.jit(self._prefill_program)
     self._insert = compiled(
         by_shard(self._insert_program, (P(), parts, cut, cut), parts),
@@ -465,7 +463,13 @@ class Engine:
     if not self._apart:
       return params
     self.programs.wait(LAY_OUT)
-    return self._lay_out(params)
+    with _sends():
+      return self._laid_out(params, self._cut)
+
+  def _laid_out(self, params: Params, cut: Callable[..., Params]) -> Params:
+    return transformer.layers_apart(
+        self.config, params, self.mesh, self.rules, cut
+    )
 
   def prefill(
       self,
@@ -801,17 +805,26 @@ class Engine:
   ) -> dict[str, list[tuple[Name, Compile]]]:
     """What to compile for weights of these shapes, as `Programs.plan` takes it.
 
-    What the first answers need comes first. Before a first step nobody needs
-    extensions longer than a prompt: of a sequence whose weights are replaced.
-    What a run can do without are decode steps of few slots.
+    What the first answers need comes first. Pieces longer than a prompt are for
+    sequences whose weights are replaced, not before a first step, or whose
+    pages were taken; in a loop that is exact the weights wait. What else a run
+    can do without are decode steps of few slots.
     """
     s, integers, state = self.settings, _integers, self.abstract_state
     laid_out = weights
 
     def lay_out() -> None:
       nonlocal laid_out
-      compiled = self._lay_out.lower(weights).compile()
-      laid_out = _placed(compiled.out_info, compiled.output_shardings)
+      layers = {}  # those of one kind have one program
+
+      def cut(blocks: Params, places: np.ndarray, join: bool) -> Params:
+        if join not in layers:
+          lowered = self._cut.lower(blocks, _abstract(places), join)
+          compiled = lowered.compile()
+          layers[join] = _placed(compiled.out_info, compiled.output_shardings)
+        return layers[join]
+
+      laid_out = self._laid_out(weights, cut)
 
     def settings(rows: int) -> dict[str, Any]:
       request = Request('warm-up', (0,), SamplingParams(1))
@@ -890,15 +903,13 @@ class Engine:
     if s.sampling.prompt_logps:
       plan += [prompt_logps(bucket) for bucket in s.prefill_buckets]
     every, *fewer = self.share.decode_rows
-    return {
-        'work': plan + [generate(every, width) for width in columns[1:]],
-        'soon': [extend(*shape) for shape in pieces[1:] if shape[1] > longest],
-        'later': [
-            generate(rows, width)
-            for width in columns
-            for rows in (() if exact else fewer)
-        ],
-    }
+    plan += [generate(every, width) for width in columns[1:]]
+    longer = [extend(*shape) for shape in pieces[1:] if shape[1] > longest]
+    if exact:
+      kept = not s.pages  # nobody's pages are taken
+      return {'work': plan, 'later' if kept else 'soon': longer}
+    few = [generate(rows, width) for width in columns for rows in fewer]
+    return {'work': plan, 'soon': longer, 'later': few}
 
   # The same from shapes alone: nothing is compiled and no device used.
 
