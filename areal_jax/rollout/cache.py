@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Collection, Hashable, Iterable, Mapping
+from typing import Callable, Collection, Hashable, Iterable, Mapping
 
 import numpy as np
 
@@ -99,6 +99,8 @@ class SlotCache:
     settings: shapes of the engine.
     exact: see above.
     shards: data shards of the engine.
+    alone: whether a few pieces of a bucket may be computed one by one; not
+      while the program for one is not there.
 
   Attributes:
     pools: the pages of each shard.
@@ -106,10 +108,16 @@ class SlotCache:
   """
 
   def __init__(
-      self, settings: EngineSettings, *, exact: bool = False, shards: int = 1
+      self,
+      settings: EngineSettings,
+      *,
+      exact: bool = False,
+      shards: int = 1,
+      alone: Callable[[int], bool] = lambda bucket: True,
   ):
     self.settings = settings.of_shard(shards)
     self.exact = exact
+    self._alone = alone
     self.shards = shards
     self.pools = [PagePool(self.settings.total_pages) for _ in range(shards)]
     self.tables = np.zeros((settings.slots, settings.pages_per_slot), np.int32)
@@ -263,8 +271,11 @@ class SlotCache:
           break
     if not bucket:
       return None
-    count = max(map(len, chosen))
-    rows = 1 if self.exact else s.rows_for(count, bucket)
+    rows = s.rows_for(max(map(len, chosen)), bucket)
+    if self.exact:
+      rows = 1
+    elif rows == 1 and not self._alone(bucket):
+      rows = s.piece_rows(bucket)
     return self._pieces([c[:rows] for c in chosen], rows, bucket)
 
   def ready(self) -> list[Placed]:

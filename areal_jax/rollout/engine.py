@@ -805,7 +805,8 @@ class Engine:
   ) -> dict[str, list[tuple[Name, Compile]]]:
     """What to compile for weights of these shapes, as `Programs.plan` takes it.
 
-    What the first answers need comes first. Pieces longer than a prompt are for
+    What the first answers need comes first. Prompts that come one by one can be
+    computed by the programs for several. Pieces longer than a prompt are for
     sequences whose weights are replaced, not before a first step, or whose
     pages were taken; in a loop that is exact the weights wait. What else a run
     can do without are decode steps of few slots.
@@ -899,17 +900,22 @@ class Engine:
         (RELEASE, release),
     ]
     longest = s.piece_bucket(min(s.max_prompt_length, s.longest_piece))
-    plan += [extend(*shape) for shape in pieces[1:] if shape[1] <= longest]
+    first = [
+        (rows, bucket)
+        for rows, bucket in pieces[1:]
+        if bucket <= longest and (exact or rows == s.piece_rows(bucket))
+    ]
+    plan += [extend(*shape) for shape in first]
     if s.sampling.prompt_logps:
       plan += [prompt_logps(bucket) for bucket in s.prefill_buckets]
     every, *fewer = self.share.decode_rows
     plan += [generate(every, width) for width in columns[1:]]
-    longer = [extend(*shape) for shape in pieces[1:] if shape[1] > longest]
+    others = [extend(*shape) for shape in pieces[1:] if shape not in first]
     if exact:
       kept = not s.pages  # nobody's pages are taken
-      return {'work': plan, 'later' if kept else 'soon': longer}
+      return {'work': plan, 'later' if kept else 'soon': others}
     few = [generate(rows, width) for width in columns for rows in fewer]
-    return {'work': plan, 'soon': longer, 'later': few}
+    return {'work': plan, 'soon': others, 'later': few}
 
   # The same from shapes alone: nothing is compiled and no device used.
 

@@ -670,8 +670,14 @@ class EngineLoop:
     self._tell_prompt_logps(members)
 
   def _empty_cache(self) -> SlotCache:
+    engine = self.engine
     return SlotCache(
-        self.engine.settings, exact=self.exact, shards=self.engine.shards
+        engine.settings,
+        exact=self.exact,
+        shards=engine.shards,
+        alone=lambda bucket: engine.programs.ready(
+            ('extend', engine.shards, bucket)
+        ),
     )
 
   def _leave(self, slot: int, *, known: bool) -> _Running:

@@ -5,9 +5,9 @@ and for each a function that compiles it from shapes alone. One thread works it
 off while weights are loaded and the first requests are served. Whoever is about
 to call a program waits for that one, and what is waited for comes next. What no
 first step needs is compiled when nothing else is to be, in any engine or
-trainer of the process: they share the processors that compile. Which
-program is called depends on what is ready in one case alone, that of decode
-steps for few slots, which loops that repeat a run bit by bit do not take.
+trainer of the process: they share the processors that compile. Which program is
+called depends on what is ready in two cases, decode steps for few slots and
+prompts one by one, which loops that repeat a run bit by bit do not have.
 
 Nothing of a program is kept here: who plans one says where it stays. For an
 engine `jitted.lower(shapes).compile()` leaves it where a call of `jitted` with
@@ -76,13 +76,12 @@ class Programs:
       self._start()
 
   def want(self, name: Name) -> None:
-    """Has a program compiled that was put off; waits for nothing."""
+    """Has a program of `later` compiled soon; waits for nothing."""
     with _changed:
-      for held in (self._soon, self._later):
-        if name in held:
-          self._queue[name] = held[name]
-          del held[name]  # last, for `ready` takes no lock
-          self._start()
+      if name in self._later:
+        self._soon[name] = self._later[name]
+        del self._later[name]  # last, for `ready` takes no lock
+        self._start()
 
   def ready(self, name: Name) -> bool:
     """Whether a call would not wait: it is done, failed, or not planned."""
@@ -108,10 +107,12 @@ class Programs:
       Exception: what its compilation raised, as often as somebody asks.
     """
     if not self.ready(name):
-      self.want(name)
       with _changed:
-        if name in self._queue:
-          self._queue = {name: self._queue[name], **self._queue}
+        for held in (self._queue, self._soon, self._later):
+          if name in held:
+            self._queue = {name: held[name], **self._queue}
+            held.pop(name)  # last, for `ready` takes no lock
+            self._start()
         _changed.wait_for(lambda: self.ready(name) or given_up())
         if not self.ready(name):
           return False

@@ -9,7 +9,7 @@ from areal_jax.rollout.engine import EngineSettings
 PAGE = 4
 
 
-def make(exact=False, shards=1, **changes):
+def make(exact=False, shards=1, alone=lambda bucket: True, **changes):
   shape = dict(
       slots=4,
       max_length=64,
@@ -19,7 +19,7 @@ def make(exact=False, shards=1, **changes):
       prefill_rows=4,
   )
   settings = EngineSettings(**{**shape, **changes})
-  return SlotCache(settings, exact=exact, shards=shards)
+  return SlotCache(settings, exact=exact, shards=shards, alone=alone)
 
 
 def tokens(n, seed=0):
@@ -54,6 +54,24 @@ def test_siblings_share_full_pages_and_copy_the_rest():
   # Two shared and one of its own each; what was copied is only remembered.
   assert cache.pools[0].used == 5 and cache.pools[0].idle == 1
   assert [p.found_tokens for p in placed] == [0, 10, 10]
+
+
+@pytest.mark.parametrize(
+    'exact, there, rows',
+    [(False, True, 1), (False, False, 4), (True, False, 1)],
+)
+def test_a_prompt_alone_goes_through_the_program_that_is_there(
+    exact, there, rows
+):
+  asked = []
+  cache = make(
+      exact, chunk=64, alone=lambda bucket: asked.append(bucket) or there
+  )
+  cache.place([0], tokens(11), 20)
+  pieces = cache.next_piece(long=False)
+  assert pieces.ids.shape == (rows, 16)
+  assert pieces.lengths.tolist() == [10] + [0] * (rows - 1)
+  assert asked == [] if exact else [16]
 
 
 def test_a_late_sibling_finds_what_the_first_one_has_computed():

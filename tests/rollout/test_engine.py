@@ -546,6 +546,9 @@ def test_programs_are_planned_in_the_order_of_need():
   rebuild = ('extend', settings.piece_rows(64), 64)
   assert rebuild in plan(False, 'soon') and rebuild not in plan(False)
   assert {name[0] for name in plan(False, 'soon')} == {'extend'}
+  # One by one prompts can come when there is a program for several.
+  assert ('extend', 1, 16) in plan(False, 'soon')
+  assert ('extend', settings.piece_rows(32), 32) in plan(False)
   every = plan(False) + plan(False, 'soon') + plan(False, 'later')
   assert len(set(every)) == len(every)
   decodes = [name[1:] for name in plan(False) if name[0] == 'generate']

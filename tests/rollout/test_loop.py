@@ -530,12 +530,12 @@ class Late:
 
 
 @pytest.mark.parametrize(
-    'name', [('init',), ('extend', 1, 16), ('occupy',), ('generate', 4, 8)]
+    'name', [('init',), ('extend', 4, 16), ('occupy',), ('generate', 4, 8)]
 )
 def test_loop_waits_for_a_program_and_says_so(engine, monkeypatch, name):
   late, lock = Late(engine, monkeypatch, name), threading.Lock()
   with Running(engine, dispatch_lock=lock) as running:
-    running.submit(tiny.request())
+    running.submit(*(tiny.request(f'{i}', (i, 1)) for i in range(4)))
     late.wait_until_awaited(running.loop)
     text = running.loop.explain()
     assert f'waits for a program, {" ".join(map(str, name))} for 0.' in text
@@ -544,7 +544,7 @@ def test_loop_waits_for_a_program_and_says_so(engine, monkeypatch, name):
     assert lock.acquire(blocking=False)  # others may use the devices
     lock.release()
     late.gate.set()
-    assert len(running.wait(1)['r'].ids) > 0
+    assert all(len(answer.ids) for answer in running.wait(4).values())
     assert 'waits for a program' not in running.loop.explain()
   late.programs.close()
 
@@ -1032,6 +1032,39 @@ def test_program_of_few_rows_is_compiled_when_it_would_often_be_used(
       running.wait(1 + asked.index(request))
   few = rows.index(8)
   assert few == loop_lib._WORTH_COMPILING and set(rows[few + 1 :]) == {8}
+
+
+def test_a_prompt_alone_does_not_wait_for_a_program_of_its_own(monkeypatch):
+  """The trainer's come first; those for several prompts do as well."""
+  settings = dataclasses.replace(SETTINGS, slots=8, chunk=64, prefill_rows=4)
+  engine = Engine(tiny.config(), settings, tiny.mesh(), Rules())
+  sent = []
+  extend = engine.extend
+
+  def recorded(params, state, pieces):
+    sent.append(pieces.ids.shape)
+    return extend(params, state, pieces)
+
+  monkeypatch.setattr(engine, 'extend', recorded)
+  trainer, done = Programs(), threading.Event()
+  trainer.plan([(('accumulate',), done.wait)])
+  try:
+    engine.compile_ahead(engine.abstract_weights())
+    requests = [tiny.request(f'{i}', (i, 1, 2)) for i in range(2)]
+    with Running(engine) as running:
+      running.submit(requests[0])
+      running.wait(1)
+      done.set()
+      engine.programs.wait_for_all()
+      running.submit(requests[1])
+      answers = running.wait(2)
+  finally:
+    done.set()
+    trainer.close()
+    engine.programs.close()
+  assert sent == [(4, 16), (1, 16)]
+  for request in requests:
+    check_labels(request, answers[request.request_id])
 
 
 @pytest.mark.parametrize('exact', [True, False])

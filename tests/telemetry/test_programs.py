@@ -91,23 +91,24 @@ def test_what_is_planned_for_later_is_compiled_when_it_is_wanted(made):
 def test_what_can_wait_is_compiled_when_nobody_has_other_work(made):
   """The trainer's programs come before what engines need after a step."""
   trainer, work = made
-  engine, d, e, f = Programs(), ('d', 4), ('e', 5), ('f', 6)
+  engine, d, e, f, g = Programs(), ('d', 4), ('e', 5), ('f', 6), ('g', 7)
   try:
-    engine.plan(work(d), soon=work(e, f))
-    work.let(d, e, f)
+    engine.plan(work(d), soon=work(e, f), later=work(g))
+    work.let(d, e, f, g)
     engine.wait(d)
+    engine.want(g)
     # Whoever waits for one has it at once, and the others stay.
-    assert not engine.ready(e) and not engine.ready(f)
+    assert not any(engine.ready(name) for name in (e, f, g))
     assert engine.wait(f)
-    assert not engine.ready(e) and not trainer.ready(A)
+    assert not any(engine.ready(name) for name in (e, g))
     work.let(A, B, C)
     trainer.wait_for_all()
     with programs_lib._changed:
-      assert programs_lib._changed.wait_for(lambda: engine.ready(e), WAIT_S)
+      assert programs_lib._changed.wait_for(lambda: engine.ready(g), WAIT_S)
     assert sorted(work.begun[:3]) == [A, d, f]
-    assert work.begun[3:] == [B, C, e]
+    assert work.begun[3:] == [B, C, e, g]
   finally:
-    work.let(e)
+    work.let(A, B, C)
     engine.close()
   assert not programs_lib._busy and not programs_lib._patient
 
