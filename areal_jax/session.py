@@ -420,6 +420,8 @@ class Session:
     )
     self._compiles = self._steps[0].ahead
     stack.callback(self._compiles.close)
+    if self._slices.train.devices.flat[0].platform == 'cpu':
+      self._compiles.hold_back()  # until there is a step
     for scorer in (self._scorer, self._judge):
       scorer.start()  # processes come up while programs are compiled
     self._evaluator = build_evaluator(self._rollout, self._events)
@@ -793,6 +795,7 @@ class Session:
           trainer.trainable,
           'adapter' if adapters else 'full',
       )
+    self._compiles.let_go()
     cut = self._async.call(self._published, controller, trainer.version, due)
     handed_out.seconds = time.monotonic() - start
     handed_out.mark = book.mark()

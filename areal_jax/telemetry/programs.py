@@ -52,6 +52,7 @@ class Programs:
     # Begun or done. What is in neither was not planned, or is given up.
     self._begun: dict[Name, concurrent.futures.Future] = {}
     self._doing: tuple[Name, float] | None = None
+    self._holds = False
 
   def plan(
       self,
@@ -64,7 +65,8 @@ class Programs:
     Args:
       work: names, each once, and what compiles them. A name planned before is
         compiled again, for other arguments.
-      soon: those that can wait until no other `Programs` has `work` left.
+      soon: those that can wait until no other `Programs` has `work` left, nor
+        holds them back.
       later: those that a run can do without: compiled when they are wanted.
     """
     with _changed:
@@ -74,6 +76,22 @@ class Programs:
       for name, _ in (*work, *soon, *later):
         self._begun.pop(name, None)
       self._start()
+
+  def hold_back(self) -> None:
+    """Lets nothing that is `soon` begin in the process, until `let_go`.
+
+    For processors that compile have to compute a first step too.
+    """
+    with _changed:
+      self._holds = True
+      _busy.add(self)
+
+  def let_go(self) -> None:
+    """Ends `hold_back`, if there was one."""
+    with _changed:
+      self._holds = False
+      if self._doing is None:
+        self._rest()
 
   def want(self, name: Name) -> None:
     """Has a program of `later` compiled soon; waits for nothing."""
@@ -142,6 +160,8 @@ class Programs:
       self._give_up()
       _changed.notify_all()
       executor = self._executor
+      if executor is None:
+        self._rest()
     if executor is not None:
       executor.shutdown(wait=True)
 
@@ -176,7 +196,8 @@ class Programs:
   def _next(self) -> None:
     """Begins with the next program; `_changed` is held."""
     self._doing = future = None
-    work = self._queue or ({} if _busy - {self} else self._soon)
+    waits = self._holds or _busy - {self}
+    work = self._queue or ({} if waits else self._soon)
     if work:
       name, compile_ = next(iter(work.items()))
       try:
@@ -189,19 +210,25 @@ class Programs:
         del work[name]  # last, for `ready` takes no lock
     if not self._soon:
       _patient.discard(self)
-    if self in _busy and (future is None or work is not self._queue):
-      _busy.remove(self)
-      if not _busy:
-        for programs in [*_patient]:
-          programs._start()
+    if future is None or work is not self._queue:
+      self._rest()
     if future is None:
       self._executor.shutdown(wait=False)
       self._executor = None
     else:  # last, for it may have ended
       future.add_done_callback(self._ended)
 
+  def _rest(self) -> None:
+    """Has nothing left that comes first; `_changed` is held."""
+    if self in _busy and not self._holds:
+      _busy.remove(self)
+      if not _busy:
+        for programs in [*_patient]:
+          programs._start()
+
   def _give_up(self) -> None:
     """Forgets what has not begun; `_changed` is held."""
+    self._holds = False
     self._queue.clear()
     self._soon.clear()
     self._later.clear()

@@ -113,6 +113,24 @@ def test_what_can_wait_is_compiled_when_nobody_has_other_work(made):
   assert not programs_lib._busy and not programs_lib._patient
 
 
+@pytest.mark.parametrize('ends', [Programs.let_go, Programs.close])
+def test_what_can_wait_is_held_back_until_there_is_a_step(made, ends):
+  trainer, work = made
+  engine, d, e = Programs(), ('d', 4), ('e', 5)
+  trainer.hold_back()
+  engine.plan(work(d), soon=work(e))
+  work.let(A, B, C, d, e)
+  trainer.wait_for_all()
+  engine.wait(d)
+  with programs_lib._changed:
+    assert not programs_lib._changed.wait_for(lambda: engine.ready(e), 0.2)
+  ends(trainer)
+  with programs_lib._changed:
+    assert programs_lib._changed.wait_for(lambda: engine.ready(e), WAIT_S)
+  engine.close()
+  assert not programs_lib._busy and not programs_lib._patient
+
+
 def test_closing_forgets_what_can_wait(made):
   trainer, work = made
   engine = Programs()
