@@ -24,7 +24,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import operator
 from typing import Any, Callable
 
 from flax import nnx
@@ -339,10 +338,8 @@ class Transformer(nnx.Module):
     # XLA writes out every call.
     body = jax.jit(_rematerialised(c, step, static_argnums=1), static_argnums=1)
     carry, rows, routings = (x, cache), [], []
-    for layer, like in enumerate(_first_alike(c)):
-      weights = (
-          _of_one_layer(c, stacked, layer) if apart is None else apart[layer]
-      )
+    layers = apart or _layers_of(c, stacked, ids, layout)
+    for layer, (like, weights) in enumerate(zip(_first_alike(c), layers)):
       given = _given(c, routers.given, layer)
       carry, (collected, routing) = body(
           carry, like, np.int32(layer), weights, given
@@ -983,16 +980,55 @@ def _rematerialised(
   return jax.checkpoint(body, policy=policy, **options)
 
 
-def _of_one_layer(config: ModelConfig, stacked: Any, layer: int) -> Any:
-  """Parameters of a layer, from a state or a plain dict of stacks.
+def _layers_of(
+    config: ModelConfig, stacked: nnx.State, ids: Array, layout: _Layout
+) -> list[nnx.State]:
+  """The parameters of each layer.
 
-  Of the stack that the layer has no part in, its first is taken and not used.
+  Of a stack that a layer has no part in, its first is taken and not used.
+
+  XLA for CPU compiles kernels that are alike once, but not those that differ in
+  a constant, as cuts of one layer and the next do. So on one of them the
+  numbers of layers come out of a branch that XLA cannot decide.
   """
+  whole = layout.mesh is None or layout.mesh.size == 1
+  if layout.platform == 'cpu' and whole and config.layer_loop != 'scan':
+    numbers = jax.lax.cond(
+        ids[0] >= 0,  # always
+        lambda: tuple(np.arange(config.layers, dtype=np.int32)),
+        lambda: tuple(np.zeros(config.layers, np.int32)),
+    )
+    cut = lambda stack: _parts(stack, numbers[: len(stack)])
+  else:
+    cut = lambda stack: [stack[n] for n in range(len(stack))]
+  leaves, structure = jax.tree.flatten_with_path(stacked)
+  parts = [(path[0].key, cut(leaf)) for path, leaf in leaves]
+  return [
+      structure.unflatten(
+          each[_place(config, name, layer)] for name, each in parts
+      )
+      for layer in range(config.layers)
+  ]
 
-  def cut(name, value):
-    return jax.tree.map(operator.itemgetter(_place(config, name, layer)), value)
 
-  return type(stacked)({name: cut(name, x) for name, x in stacked.items()})
+@jax.custom_vjp
+def _parts(stack: Array, numbers: tuple[Array, ...]) -> tuple[Array, ...]:
+  """The parts of a stack in order, 0 to its length, as these scalars name them.
+
+  Its gradient is a stack too, and not a sum of some that are zero but for one.
+  """
+  return tuple(
+      jax.lax.dynamic_index_in_dim(stack, n, keepdims=False) for n in numbers
+  )
+
+
+_parts.defvjp(
+    lambda stack, numbers: (_parts(stack, numbers), len(numbers)),
+    lambda count, parts: (
+        jnp.stack(parts),
+        count * (np.zeros((), jax.dtypes.float0),),
+    ),
+)
 
 
 def _given(

@@ -338,6 +338,30 @@ def test_decode_of_layers_that_differ_equals_forward(
   np.testing.assert_allclose(got[1, :3], wanted[PROMPT:], atol=1e-5)
 
 
+@pytest.mark.parametrize('faulty', [False, True])
+def test_layers_are_cut_out_of_stacks_by_kernels_that_are_alike(
+    monkeypatch, faulty
+):
+  """Kernels that differ in a constant are compiled each for itself."""
+  config = make_config(layers=3)
+  if faulty:  # XLA can tell which branch it is
+
+    def decided(which, first, other):
+      return first() if which is not None else other()
+
+    monkeypatch.setattr(jax.lax, 'cond', decided)
+  ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+
+  def loss(params, ids):
+    return transformer.hidden(config, params, ids, ids, ids).sum()
+
+  params = transformer.abstract_params(config)
+  text = jax.jit(jax.grad(loss)).lower(params, ids).compile().as_text()
+  cuts = re.findall(r' = f32\[1,[\d,]+\]\S* (slice|dynamic-slice)\(', text)
+  assert cuts
+  assert (cuts.count('slice') > 0) == faulty
+
+
 @pytest.mark.parametrize(
     'changes, kinds',
     [
@@ -372,7 +396,6 @@ def test_layers_of_one_kind_are_traced_once(monkeypatch, changes, kinds):
 
   jax.jit(jax.grad(loss)).lower(transformer.abstract_params(config), ids)
   assert len(traced) == kinds
-
 
 
 def test_layers_apart_give_the_same_logits(config, params, decoded):
