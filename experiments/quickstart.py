@@ -57,7 +57,7 @@ def get_config() -> Experiment:
           )
       ),
       warm_start=WarmStartSettings(
-          steps=2500,
+          steps=3000,
           batch=64,
           learning_rate=3e-3,
           packing=PackingSettings(row_tokens=96, rows=14),

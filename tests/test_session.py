@@ -41,7 +41,7 @@ from areal_jax.rollout.evaluation import EvaluationSettings
 from areal_jax.rollout.failures import TooManyFailures
 from areal_jax.rollout.loop import EngineLoop, EngineStopped
 from areal_jax.rollout.workflow import answer_of, trajectory
-from areal_jax.telemetry import run_folder
+from areal_jax.telemetry import programs, run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings
@@ -307,6 +307,21 @@ def test_every_draw_is_accounted_for(name, request):
       summary['trained'] + summary['dropped'] + summary['in_flight']
   )
   assert summary['trained'] == 4 * summary['steps']
+
+
+def test_nothing_is_held_back_after_the_first_step(monkeypatch, tmp_path):
+  """Of what is to be compiled; nor is it before there is one."""
+  held = []
+  record = session.Session._step
+
+  def step(self, *args, **kwargs):
+    held.append(self._compiles in programs._busy)
+    return record(self, *args, **kwargs)
+
+  monkeypatch.setattr(session.Session, '_step', step)
+  session.run(experiment(tmp_path, steps=3, rollout__eta=1.0))
+  assert held == [True, False, False]
+  assert not programs._busy and not programs._patient
 
 
 def test_every_draw_is_trained_once(asynchronous):

@@ -988,8 +988,9 @@ def _layers_of(
   Of a stack that a layer has no part in, its first is taken and not used.
 
   XLA for CPU compiles kernels that are alike once, but not those that differ in
-  a constant, as cuts of one layer and the next do. So on one of them the
-  numbers of layers come out of a branch that XLA cannot decide.
+  a constant, as cuts of one layer and the next do. So where the parameters lie
+  on one processor whole, the numbers of layers come out of a branch that XLA
+  cannot decide.
   """
   whole = layout.mesh is None or layout.mesh.size == 1
   if layout.platform == 'cpu' and whole and config.layer_loop != 'scan':
