@@ -528,12 +528,11 @@ def layers_apart(
   blocks = params['blocks']
   if isinstance(blocks, tuple) or not reads_apart(config, mesh, rules):
     return params
-  whole = mesh is None or mesh.size == 1
+  joins = _Layout(mesh, rules).whole and not config.lora.projections
   layers = []
   for layer in range(config.layers):
     places = [_place(config, name, layer) for name in sorted(blocks)]
-    join = whole and not config.lora.projections
-    join = join and layer in config.dense_layers
+    join = joins and layer in config.dense_layers
     layers.append((cut or layer_apart)(blocks, np.int32(places), join))
   return {**params, 'blocks': tuple(layers)}
 
@@ -545,6 +544,9 @@ def layer_apart(blocks: Params, places: Array, join: bool) -> Params:
     blocks: the stacks.
     places: [stacks] int32, where the layer lies in each, by their sorted names.
     join: whether 'gate' and 'up' become one, static.
+
+  Returns:
+    By name, each without its first dimension; 'gate' [D, 2 F] if joined.
   """
   layer = {}
   for place, (name, stacks) in zip(places, sorted(blocks.items())):
@@ -992,8 +994,7 @@ def _layers_of(
   on one processor whole, the numbers of layers come out of a branch that XLA
   cannot decide.
   """
-  whole = layout.mesh is None or layout.mesh.size == 1
-  if layout.platform == 'cpu' and whole and config.layer_loop != 'scan':
+  if layout.platform == 'cpu' and layout.whole:
     numbers = jax.lax.cond(
         ids[0] >= 0,  # always
         lambda: tuple(np.arange(config.layers, dtype=np.int32)),
@@ -1066,6 +1067,7 @@ class _Layout:
     self.platform = (
         jax.devices()[0].platform if mesh is None else platform_of(mesh)
     )
+    self.whole = mesh is None or mesh.size == 1  # on one device
     self.context = 1 if mesh is None else rules.parts('time', mesh)
 
   def flat(self, x: Array, *axes: str | None) -> Array:

@@ -816,21 +816,7 @@ class Engine:
 
     def lay_out() -> None:
       nonlocal laid_out
-      layers = {}  # those of one kind have one program
-
-      def cut(blocks: Params, places: np.ndarray, join: bool) -> Params:
-        if join not in layers:
-          lowered = self._cut.lower(blocks, _abstract(places), join)
-          compiled = lowered.compile()
-          layers[join] = _placed(compiled.out_info, compiled.output_shardings)
-        return layers[join]
-
-      laid_out = self._laid_out(weights, cut)
-
-    def settings(rows: int) -> dict[str, Any]:
-      request = Request('warm-up', (0,), SamplingParams(1))
-      filled = self._slot_settings([0], [request], rows)
-      return jax.tree.map(_abstract, vars(filled))
+      laid_out = self._compile_lay_out(weights)
 
     def prefill(bucket: int) -> tuple[Name, Compile]:
       def compile_() -> None:
@@ -841,7 +827,7 @@ class Engine:
         prefix = _placed(compiled.out_info, compiled.output_shardings)
         tables = integers(s.slots, s.pages_per_slot)
         self._insert.lower(
-            prefix, state, settings(self.share.slots), tables
+            prefix, state, self._abstract_settings(self.share.slots), tables
         ).compile()
 
       return ('prefill', bucket), compile_
@@ -850,7 +836,7 @@ class Engine:
       rows = self.shards * self.share.occupy_rows
       self._occupy.lower(
           state,
-          settings(self.share.occupy_rows),
+          self._abstract_settings(self.share.occupy_rows),
           integers(rows, s.pages_per_slot * s.page_size),
           integers(rows),
           integers(rows),
@@ -916,6 +902,24 @@ class Engine:
       return {'work': plan, 'later' if kept else 'soon': others}
     few = [generate(rows, width) for width in columns for rows in fewer]
     return {'work': plan, 'soon': others, 'later': few}
+
+  def _compile_lay_out(self, weights: Params) -> Params:
+    """Compiles what `lay_out` calls; gives its result as shapes."""
+    layers = {}  # those of one kind have one program
+
+    def cut(blocks: Params, places: np.ndarray, join: bool) -> Params:
+      if join not in layers:
+        compiled = self._cut.lower(blocks, _abstract(places), join).compile()
+        layers[join] = _placed(compiled.out_info, compiled.output_shardings)
+      return layers[join]
+
+    return self._laid_out(weights, cut)
+
+  def _abstract_settings(self, rows: int) -> dict[str, Any]:
+    """Settings of so many slots, as shapes."""
+    request = Request('warm-up', (0,), SamplingParams(1))
+    filled = self._slot_settings([0], [request], rows)
+    return jax.tree.map(_abstract, vars(filled))
 
   # The same from shapes alone: nothing is compiled and no device used.
 
