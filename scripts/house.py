@@ -41,6 +41,7 @@ FLOORS = (
         'compile_check',
         'convert',
     ),
+    ('__main__',),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WORDS = ('__init__', 'config', 'ledger', 'records', 'types')
@@ -119,6 +120,7 @@ def faults(root: pathlib.Path) -> list[str]:
           *pin_faults(root),
           *text_faults(root),
           *flag_faults(root),
+          *version_faults(root),
       }
   )
 
@@ -233,6 +235,18 @@ def text_faults(root: pathlib.Path) -> Iterator[str]:
       if named and not node.name.startswith('_'):
         if ast.get_docstring(node) is None:
           yield f'{file}:{node.lineno}: {node.name} has no docstring'
+
+
+def version_faults(root: pathlib.Path) -> Iterator[str]:
+  """A version of the package that Bazel's module does not have."""
+  pattern = r"""^\s*(?:__)?version(?:__)? = ['"]([^'"]+)['"]"""
+  found = {
+      file: re.findall(pattern, (root / file).read_text(), re.M)
+      for file in ('areal_jax/__init__.py', 'MODULE.bazel')
+  }
+  package, module = found.values()
+  if package != module:
+    yield f'MODULE.bazel: version {module}, areal_jax has {package}'
 
 
 def flag_faults(root: pathlib.Path) -> Iterator[str]:

@@ -32,6 +32,7 @@ from scripts.house import (
     read_build,
     render,
     text_faults,
+    version_faults,
     weight_faults,
 )
 
@@ -45,7 +46,7 @@ def _copy(folder: pathlib.Path) -> pathlib.Path:
           folder / name,
           ignore=shutil.ignore_patterns('__pycache__'),
       )
-  for name in ('BUILD', *REQUIREMENTS):
+  for name in ('BUILD', 'MODULE.bazel', *REQUIREMENTS):
     shutil.copy(ROOT / name, folder / name)
   return folder
 
@@ -63,6 +64,7 @@ def _append(path: pathlib.Path, text: str) -> None:
         pin_faults,
         text_faults,
         flag_faults,
+        version_faults,
     ],
     ids=lambda check: check.__name__,
 )
@@ -211,6 +213,11 @@ PLANTED = {
         'benchmarks/numerics.py',
         "\n_SEED = flags.DEFINE_integer('seed', 0, 'Seed.')\n",
         'defines a flag when imported',
+    ),
+    'another_version': (
+        'areal_jax/__init__.py',
+        "\n__version__ = '9.9.9'\n",
+        "MODULE.bazel: version ['0.1.0'], areal_jax has ['0.1.0', '9.9.9']",
     ),
     'public_function_without_docstring': (
         'areal_jax/buffer.py',
