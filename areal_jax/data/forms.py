@@ -9,8 +9,10 @@ with two names; one that needs more is a function of a row.
 from __future__ import annotations
 
 import dataclasses
+import decimal
+import math
 import re
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 from areal_jax.config import ConfigError, require
 from areal_jax.types import Message, Problem
@@ -25,11 +27,14 @@ def text_of(value: Any) -> str:
   """A text as it is; a number as it is written, 145.0 as '145'.
 
   Raises:
-    ValueError: anything else, or an empty text.
+    ValueError: anything else (a truth value, NaN and infinity too), or an
+      empty text.
   """
-  if isinstance(value, float) and value.is_integer():
-    value = int(value)
-  if isinstance(value, (int, float)) and not isinstance(value, bool):
+  if isinstance(value, (float, decimal.Decimal)) and math.isfinite(value):
+    # A whole number of more digits than a float holds stays as it is.
+    whole = value == int(value) and abs(value) < 2**53
+    return str(int(value) if whole else value)
+  if isinstance(value, int) and not isinstance(value, bool):
     return str(value)
   if not isinstance(value, str) or not value.strip():
     raise ValueError(f'{value!r}, wanted a text or a number')
@@ -81,8 +86,9 @@ class Form:
 
   Attributes:
     prompt: columns whose texts, joined by a space, make the question; a single
-      one may hold the messages of a chat instead.
-    answer: column that holds the right answer.
+      one may hold the messages of a chat instead. 'a.b' is the field b of the
+      object in column a, unless a column is called 'a.b'.
+    answer: column that holds the right answer, named in the same way.
     gold: takes the right answer out of that column; raises `ValueError` with
       what it saw and wanted.
     meta: columns kept in `Problem.meta`, of the rows that have them.
@@ -108,46 +114,75 @@ FORMS: dict[str, Form] = {
 
 
 def form_problem(
-    form: Form, columns: Mapping[str, Any], name: str, source: str, at: str
+    form: Form,
+    columns: Mapping[str, Any],
+    problem_id: str,
+    source: str,
+    at: str,
 ) -> Problem:
   """The problem of a row of a published form.
 
   Args:
     form: what its columns mean.
     columns: the row.
-    name: the problem's id.
+    problem_id: the problem's id.
     source: where it comes from.
     at: file and line, for messages.
 
   Raises:
     ConfigError: a column that is missing or holds something else.
   """
-  wanted = [*form.prompt, form.answer]
-  filled = sorted(c for c in columns if columns[c] is not None)
-  missing = sorted({*wanted} - {*filled})
+  wanted = sorted({*form.prompt, form.answer})
+  found = {name: column(columns, name) for name in wanted}
+  missing = [name for name in wanted if found[name] is None]
   if missing:
+    nested = any('.' in name for name in missing)
+    filled = sorted(_names(columns, nested))
     raise ConfigError(f'{at} has fields {filled}, and misses {missing}')
   if len(form.prompt) == 1:
-    prompt = prompt_of(columns[form.prompt[0]], f'{at}: {form.prompt[0]}')
+    prompt = prompt_of(found[form.prompt[0]], f'{at}: {form.prompt[0]}')
   else:
-    texts = [columns[column] for column in form.prompt]
-    for column, text in zip(form.prompt, texts):
+    texts = [found[name] for name in form.prompt]
+    for name, text in zip(form.prompt, texts):
       right = isinstance(text, str) and bool(text.strip())
-      require(right, f'{at}: {column}', text, 'a text that is not empty')
+      require(right, f'{at}: {name}', text, 'a text that is not empty')
     prompt = ' '.join(text.strip() for text in texts)
   try:
-    gold = form.gold(columns[form.answer])
+    gold = form.gold(found[form.answer])
   except ValueError as error:
     raise ConfigError(f'{at}: {form.answer} is {error}') from error
   meta = {c: columns[c] for c in form.meta if columns.get(c) is not None}
-  return Problem(name, source, prompt, gold, meta)
+  return Problem(problem_id, source, prompt, gold, meta)
+
+
+def column(columns: Mapping[str, Any], name: str) -> Any:
+  """The value of a column, or of a field inside one; None if there is none.
+
+  Example: 'reward_model.ground_truth' of {'reward_model': {'ground_truth': 4}}
+  is 4. A column that is called so itself comes first.
+  """
+  if columns.get(name) is not None:
+    return columns[name]
+  outer, dot, inner = name.partition('.')
+  value = columns.get(outer) if dot else None
+  return column(value, inner) if isinstance(value, Mapping) else None
+
+
+def _names(columns: Mapping[str, Any], nested: bool) -> Iterator[str]:
+  """Columns that hold something, and fields inside them if asked for."""
+  for name, value in columns.items():
+    if nested and isinstance(value, Mapping):
+      yield from (f'{name}.{inner}' for inner in _names(value, nested))
+    elif value is not None:
+      yield name
 
 
 def own_problem(columns: Mapping[str, Any], source: str, at: str) -> Problem:
   """The problem of a row of our own form.
 
-  Fields: `id` (text), `prompt` (text, or a list of {"role", "content"}) and
-  `answer` (text); optional `source` (text) and `meta` (object).
+  Fields: `id` (text or whole number), `prompt` (text, or a list of {"role",
+  "content"}) and `answer` (text or number, '' where there is no right answer);
+  numbers become texts by `text_of`. Optional: `source` (text), `meta` (object).
 
   Raises:
     ConfigError: a field is missing, unknown or of another type.
@@ -164,9 +199,12 @@ def own_problem(columns: Mapping[str, Any], source: str, at: str) -> Problem:
     )
   # A column that some rows of a Parquet file lack is null there.
   given = {k: v for k, v in columns.items() if k in _REQUIRED or v is not None}
-  for name in ('id', 'answer', 'source'):
-    value = given.get(name, '')
-    require(isinstance(value, str), f'{at}: {name}', value, 'a text')
+  for name in ('id', 'answer'):
+    if not isinstance(given[name], str):
+      try:
+        given[name] = text_of(given[name])
+      except ValueError as error:
+        raise ConfigError(f'{at}: {name} is {error}') from error
   meta = given.get('meta', {})
   require(isinstance(meta, dict), f'{at}: meta', meta, 'an object')
   name = given['id']
@@ -184,7 +222,8 @@ def prompt_of(prompt: Any, at: str) -> str | tuple[Message, ...]:
     ConfigError: anything else, or nothing in it.
   """
   wanted = 'a text, or a list of {"role", "content"} with texts'
-  filled = isinstance(prompt, (str, list)) and len(prompt) > 0
+  blank = isinstance(prompt, str) and not prompt.strip()
+  filled = isinstance(prompt, (str, list)) and len(prompt) > 0 and not blank
   require(filled, at, prompt, wanted)
   if isinstance(prompt, str):
     return prompt

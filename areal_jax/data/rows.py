@@ -116,7 +116,8 @@ def _parquet(file: pathlib.Path) -> Iterator[Row]:
       for columns in batch.to_pylist():
         yield Row(str(file), f'row {number}', columns)
         number += 1
-  except (pa.ArrowException, OSError) as error:
+  # UnicodeDecodeError: a text column that holds other bytes than UTF-8.
+  except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
     raise ConfigError(
         f'{file} cannot be read behind row {number} as Parquet: {error}'
     ) from error
@@ -152,7 +153,9 @@ def _object(content: bytes, at: str) -> Mapping[str, Any]:
     columns = json.loads(content.decode('utf-8-sig'))
   except UnicodeDecodeError as error:
     raise ConfigError(f'{at} is not UTF-8: {error}') from error
-  except json.JSONDecodeError as error:
+  # ValueError: also a number of more digits than Python reads.
+  # RecursionError: more brackets inside one another than it reads.
+  except (ValueError, RecursionError) as error:
     raise ConfigError(f'{at} is not JSON: {error}') from error
   if not isinstance(columns, dict):
     raise ConfigError(f'{at} is a {type(columns).__name__}, wanted an object')

@@ -16,6 +16,7 @@ from typing import Any, Callable, Literal, Mapping, Sequence
 
 from areal_jax.config import ConfigError, named, require
 from areal_jax.data import forms, rows
+from areal_jax.data.problems import check_problem, check_text
 from areal_jax.data.stream import Part
 from areal_jax.sandbox.call import call, load_function
 from areal_jax.types import Message, Problem
@@ -39,8 +40,10 @@ class SourceSettings:
     limit: rows to take from the beginning; 0 for all.
     bad_rows: whether a row that is not of the form is refused, or left out and
       counted. A file that cannot be read is refused in either case.
-    prompt: column of the question; with form 'columns'.
-    answer: column of the right answer; with form 'columns'.
+    prompt: column of the question, 'a.b' for the field b in column a; with
+      form 'columns'.
+    answer: column of the right answer, named in the same way; with form
+      'columns'.
     template: what is asked, '{prompt}' standing for the question.
     chat: whether the question is put as the user's message of a chat.
     system: message of the system before it; empty for none.
@@ -74,6 +77,8 @@ class SourceSettings:
       require(right, f'{at}.{column}', value, "'' unless form is 'columns'")
     right = self.template.count(_SLOT) == 1
     require(right, f'{at}.template', self.template, f'one {_SLOT!r} in it')
+    for name in ('name', 'template', 'system'):
+      check_text(getattr(self, name), f'{at}.{name}')
     right = self.chat or not self.system
     require(right, f'{at}.system', self.system, "'' unless chat is True")
 
@@ -124,6 +129,7 @@ def read_source(
       problem = dataclasses.replace(
           problem, prompt=_asked(settings, problem.prompt, row.at)
       )
+      check_problem(problem, row.at)
     except ConfigError as error:
       if settings.bad_rows == 'refuse':
         raise

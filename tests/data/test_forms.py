@@ -1,5 +1,6 @@
 """What rows of published data sets, and of our own form, become."""
 
+import decimal
 import json
 
 import pytest
@@ -18,7 +19,15 @@ def made(form: str, **columns) -> Problem:
 
 @pytest.mark.parametrize(
     'value, text',
-    [('\\frac12 ', '\\frac12 '), (7, '7'), (145.0, '145'), (2.5, '2.5')],
+    [
+        ('\\frac12 ', '\\frac12 '),
+        (7, '7'),
+        (145.0, '145'),
+        (2.5, '2.5'),
+        (1e30, '1e+30'),
+        (decimal.Decimal('2.50'), '2.50'),
+        (decimal.Decimal('3.00'), '3'),
+    ],
 )
 def test_numbers_are_texts_as_they_are_written(value, text):
   assert forms.text_of(value) == text
@@ -91,6 +100,8 @@ def test_math_keeps_what_tables_are_made_by():
             "answer is ' ', wanted a text",
         ),
         ('math', {'problem': 'p', 'answer': True}, 'answer is True'),
+        ('math', {'problem': 'p', 'answer': float('nan')}, 'answer is nan'),
+        ('math', {'problem': 'p', 'answer': float('inf')}, 'answer is inf'),
         ('math', {'problem': 'p', 'answer': [1]}, r'answer is \[1\]'),
         ('svamp', {'Body': 'b', 'Question': 3, 'Answer': 1}, 'Question is 3'),
         ('arithmetic_sequence', {'prompt': '1,2:0,3'}, 'modulus of at least 1'),
@@ -111,10 +122,16 @@ def test_row_of_another_form_is_named(form, columns, message):
     'row, message',
     [
         ({'id': 'b', 'prompt': 'x'}, r"misses \['answer'\]"),
-        ({**GOOD, 'id': 3}, 'id is 3, wanted a text'),
+        ({**GOOD, 'id': None}, 'id is None, wanted a text or a number'),
         ({**GOOD, 'id': ''}, "id is ''"),
-        ({**GOOD, 'answer': 4}, 'answer is 4'),
+        ({**GOOD, 'answer': True}, 'answer is True, wanted a text or a number'),
+        (
+            {**GOOD, 'answer': [4]},
+            r'answer is \[4\], wanted a text or a',
+        ),
+        ({**GOOD, 'answer': float('nan')}, 'answer is nan'),
         ({**GOOD, 'prompt': ''}, "prompt is ''"),
+        ({**GOOD, 'prompt': ' \n'}, r"prompt is ' \\n'"),
         ({**GOOD, 'prompt': []}, r'prompt is \[\]'),
         ({**GOOD, 'prompt': [{'role': 'user'}]}, 'content'),
         ({**GOOD, 'prompt': ['x']}, "prompt is 'x'"),
@@ -125,6 +142,39 @@ def test_row_of_another_form_is_named(form, columns, message):
 def test_bad_row_of_our_own_form_is_named(row, message):
   with pytest.raises(ConfigError, match=f'^f line 3.*{message}'):
     forms.own_problem(row, 'x', 'f line 3')
+
+
+@pytest.mark.parametrize(
+    'answer, text', [(2, '2'), (2.0, '2'), (-0.5, '-0.5'), ('', ''), (' ', ' ')]
+)
+def test_a_number_in_our_own_form_is_read_as_text(answer, text):
+  row = {'id': 7, 'prompt': 'x', 'answer': answer}
+  assert forms.own_problem(row, 's', '') == Problem('7', 's', 'x', text)
+
+
+def test_a_dotted_name_is_a_field_inside_a_column():
+  form = forms.Form(('extra.asked',), 'reward_model.ground_truth')
+  columns = {
+      'extra': {'asked': 'one?', 'n': None},
+      'reward_model': {'ground_truth': 1.0, 'style': 'rule'},
+  }
+  found = forms.form_problem(form, columns, 'x/0', 'x', 'f line 1')
+  assert found == Problem('x/0', 'x', 'one?', '1')
+  # A column of that very name comes first.
+  columns['reward_model.ground_truth'] = 2
+  found = forms.form_problem(form, columns, 'x/0', 'x', 'f line 1')
+  assert found.answer == '2'
+
+
+def test_a_missing_field_inside_a_column_names_those_that_are_there():
+  form = forms.Form(('prompt',), 'reward_model.gold')
+  columns = {'prompt': 'p', 'reward_model': {'ground_truth': 1}}
+  with pytest.raises(
+      ConfigError,
+      match=r"\['prompt', 'reward_model.ground_truth'\], and misses"
+      r" \['reward_model.gold'\]",
+  ):
+    forms.form_problem(form, columns, 'x/0', 'x', 'f line 1')
 
 
 def test_rows_of_our_own_form_become_problems():

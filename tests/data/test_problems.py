@@ -40,7 +40,13 @@ def test_task_that_does_not_exist_is_named():
         ('[]', 'at least one Problem'),
         ('None', 'a list of at least one Problem'),
         ('[3]', 'item 0 of the result .* is 3, wanted a Problem'),
-        ('[Problem("a", "", "", "")] * 2', "the id of item 1 .* is 'a'"),
+        ('[Problem("a", "", "x", "")] * 2', "the id of item 1 .* is 'a'"),
+        ('[Problem("a", "", "", "")]', "item 0 .*: prompt is ''"),
+        ('[Problem("a", "", "x", 2)]', 'item 0 .*: answer is 2, wanted a text'),
+        ('[Problem(1, "", "x", "")]', 'item 0 .*: id is 1, wanted a text'),
+        ('[Problem("a", "", ["x"], "")]', r"item 0 .*: prompt is \['x'\]"),
+        ('[Problem("a", "", "x", "", 3)]', 'item 0 .*: meta is 3'),
+        ('[Problem("a", "", "\\ud83d", "")]', 'item 0 .*: prompt holds'),
     ],
 )
 def test_result_that_is_not_problems_is_refused(

@@ -1,5 +1,7 @@
 """Rows of JSON lines, Parquet and ArrayRecord files."""
 
+import pyarrow as pa
+from pyarrow import parquet
 import pytest
 
 from areal_jax.config import ConfigError
@@ -61,6 +63,8 @@ def test_empty_lines_are_passed_over_and_counted(tmp_path):
         (b'{"id": "b", "prompt"', 'line 2 is not JSON'),
         (b'[1]', 'line 2 is a list, wanted an object'),
         (b'{"id": "\xff"}', 'line 2 is not UTF-8'),
+        (b'{"id": ' + b'9' * 5000 + b'}', 'line 2 is not JSON: .*4300 digits'),
+        (b'{"id": ' + b'[' * 100_000, 'line 2 is not JSON: .*recursion'),
     ],
 )
 def test_bad_line_is_named(tmp_path, content, message):
@@ -83,6 +87,13 @@ def test_file_of_another_kind_is_named(tmp_path, name, content):
   (tmp_path / name).write_bytes(content)
   with pytest.raises(ConfigError, match=f'{name} cannot be read'):
     read_rows(tmp_path / name)
+
+
+def test_parquet_column_that_is_not_utf8_is_named_by_its_row(tmp_path):
+  texts = pa.array([b'ok', b'\xff'], pa.binary()).view(pa.string())
+  parquet.write_table(pa.table({'prompt': texts}), tmp_path / 'x.parquet')
+  with pytest.raises(ConfigError, match='x.parquet cannot be read .*utf-8'):
+    read_rows(tmp_path / 'x.parquet')
 
 
 def test_damaged_record_is_named_by_its_row(tmp_path):

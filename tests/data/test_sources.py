@@ -59,6 +59,55 @@ def test_columns_can_be_named(tmp_path):
   assert read_source(settings).problems == (Problem('x/0', 'x', 'one?', '1'),)
 
 
+@pytest.mark.parametrize('name', ['x.jsonl', 'x.parquet', 'x.array_record'])
+def test_columns_can_lie_inside_others(tmp_path, name):
+  rows = [
+      {'prompt': f'{i}?', 'reward_model': {'ground_truth': i, 'style': 'rule'}}
+      for i in range(2)
+  ]
+  settings = SourceSettings(
+      str(write(tmp_path / name, rows)),
+      form='columns',
+      answer='reward_model.ground_truth',
+  )
+  assert [p.answer for p in read_source(settings).problems] == ['0', '1']
+
+
+HALF = '{"id": "a\\ud83d", "prompt": "x", "answer": ""}'
+MESSAGE = '{"role": "user", "content": "\\udc00"}'
+
+
+@pytest.mark.parametrize(
+    'line, field',
+    [
+        (HALF, 'id'),
+        ('{"id": "a", "prompt": "say \\ud83d now", "answer": "4"}', 'prompt'),
+        (f'{{"id": "a", "prompt": [{MESSAGE}], "answer": "4"}}', 'prompt'),
+        ('{"id": "a", "prompt": "x", "answer": "\\udfff"}', 'answer'),
+        (
+            '{"id": "a", "source": "\\ud800", "prompt": "x", "answer": ""}',
+            'source',
+        ),
+        (
+            '{"id": "a", "prompt": "x", "answer": "",'
+            ' "meta": {"k": ["\\udc00"]}}',
+            'meta',
+        ),
+    ],
+)
+def test_half_of_a_character_is_named_by_file_and_line(tmp_path, line, field):
+  path = tmp_path / 'x.jsonl'
+  path.write_text('{"id": "fine", "prompt": "\\ud83d\\ude00", "answer": ""}\n')
+  assert read_source(SourceSettings(str(path))).problems[0].prompt == '😀'
+  with path.open('a') as file:
+    file.write(line)
+  wanted = rf'x.jsonl line 2: {field} holds .\\ud[89a-f]... in .* half of a'
+  with pytest.raises(ConfigError, match=wanted):
+    read_source(SourceSettings(str(path)))
+  left = read_source(SourceSettings(str(path), bad_rows='drop'))
+  assert len(left.problems) == len(left.bad_rows) == 1
+
+
 def test_form_can_be_a_function(tmp_path):
   path = write(tmp_path / 'x.jsonl', [{'q': 'ab', 'n': 1}])
   settings = SourceSettings(str(path), form='tests.data.test_sources:double')
