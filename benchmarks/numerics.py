@@ -45,7 +45,7 @@ from areal_jax.types import Draw, RewardResult, RewardStatus, Trajectory
 from benchmarks import report
 from experiments import smollm2
 
-# Of invariant 8 in docs/design.md.
+# Of invariant 8 in docs/invariants.md.
 _FP32 = '<= 0.0001'
 
 

@@ -14,7 +14,7 @@ number in the last box, by `math-verify`, and 0 otherwise.
 
 Meant for one host with 8 accelerators of 16 GB or more, a TPU v5e-8 or 8 GPUs:
 4 train, 4 generate. It has been compiled for both, and not been run to an end:
-docs/results.md holds no figure of it.
+docs/results/ holds no figure of it.
 
   python -m areal_jax.compile_check --config=experiments/gsm8k.py \
     --topology=v5e:2x4

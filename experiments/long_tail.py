@@ -7,7 +7,7 @@ A policy of 0.2 M parameters counts from one number to another ('37-40=' ->
 answers are ten times as long as the median: what a synchronous step waits for.
 The warm start teaches most of it; reinforcement learning, at a rate so low that
 lengths stay as they are, then goes on. The experiment is there to be timed, by
-`python -m benchmarks.async_vs_sync`. Figures: docs/results.md.
+`python -m benchmarks.async_vs_sync`. Figures: docs/results/.
 """
 
 from areal_jax.experiment import (

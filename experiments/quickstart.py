@@ -7,7 +7,7 @@ Two to six one-digit numbers in, every running total out ('3+5+7=' ->
 '8;15.'). A policy of 0.2 M parameters is warm-started on demonstrations of
 which more than half stop one total too early. It has learnt the arithmetic and
 a bad habit; reinforcement learning, asynchronous on two slices, breaks the
-habit. Nothing is downloaded. Figures: docs/results.md.
+habit. Nothing is downloaded. Figures: docs/results/.
 
 The same file runs on a TPU or GPU machine: its first device trains, its second
 generates.

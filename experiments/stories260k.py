@@ -8,7 +8,7 @@ The policy is stories260K (A. Karpathy, MIT), a Llama of 260,032 parameters that
 writes TinyStories English, with its own sentencepiece tokenizer. The reward is
 min(pairs of double quotes, 2) / 2 on 64 sampled tokens; a KL penalty to the
 start keeps the text English. About a minute on two cores; figures are in
-docs/results.md.
+docs/results/.
 
 For the second task, naming the opening's subject in every sentence:
 

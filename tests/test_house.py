@@ -83,10 +83,17 @@ def test_lint_finds_nothing():
   assert lint.returncode == 0, lint.stdout
 
 
+DOCUMENTS = sorted(
+    [
+        *(path.relative_to(ROOT) for path in (ROOT / 'docs').rglob('*.md')),
+        pathlib.Path('README.md'),
+        pathlib.Path('CONTRIBUTING.md'),
+    ]
+)
+
+
 def test_documents_name_tests_that_exist():
-  documents = ('README.md', 'CONTRIBUTING.md', 'docs/design.md',
-               'docs/reliability.md', 'docs/faults.md')  # fmt: skip
-  for document in documents:
+  for document in DOCUMENTS:
     text = (ROOT / document).read_text()
     for file, name in re.findall(r'`(tests/[\w/]+\.py)(?:::(\w+))?`', text):
       path = ROOT / file
@@ -97,6 +104,27 @@ def test_documents_name_tests_that_exist():
           if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
       }
       assert not name or name in names, f'{document} names {file}::{name}'
+
+
+def test_documents_link_to_files_that_exist():
+  for document in DOCUMENTS:
+    path = ROOT / document
+    for target in re.findall(r'\]\(([^)#\s]+)[^)]*\)', path.read_text()):
+      if '://' not in target:
+        there = (path.parent / target).exists()
+        assert there, f'{document} links to {target}, which is not there'
+
+
+def test_paragraphs_of_results_are_short():
+  for path in (ROOT / 'docs/results').rglob('*.md'):
+    for paragraph in re.split(r'\n\n|\n- |\n\|', path.read_text()):
+      prose = re.sub(r'`[^`]*`', 'code', paragraph)
+      assert len(prose.split()) <= 60, f'{path.name}: {paragraph[:60]}...'
+
+
+def test_the_glossary_has_at_most_forty_terms():
+  rows = (ROOT / 'docs/glossary.md').read_text().split('|---|---|\n')[1]
+  assert len(rows.strip().splitlines()) <= 40
 
 
 @pytest.mark.parametrize('module', LIGHT_MODULES)

@@ -11,7 +11,7 @@ thread.
 
 Before the end of a first step nothing takes as long as compiling. LLVM's first
 level takes less time than its third, which is XLA's choice, and its programs
-are as fast (docs/results.md, 2026-11-30).
+are as fast (docs/results/log/2026-11.md).
 """
 
 from __future__ import annotations
