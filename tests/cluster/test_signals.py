@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from areal_jax.cluster.signals import STUCK, Interrupted, Signals
+from tests.limits import WAIT_S
 
 
 def send(number):
@@ -69,7 +70,7 @@ def test_another_thread_has_the_main_one_raise():
     error = TimeoutError('slot 3 waits')
     threading.Timer(0.1, signals.expire, [error]).start()
     with pytest.raises(TimeoutError, match='slot 3'):
-      threading.Event().wait(20)  # a wait that nothing else would end
+      threading.Event().wait(WAIT_S)  # a wait that nothing else would end
 
 
 def test_second_signal_ends_the_process_at_once():
@@ -81,7 +82,9 @@ def test_second_signal_ends_the_process_at_once():
       '    os.kill(os.getpid(), signal.SIGTERM)\n'
       '  time.sleep(60)\n'
   )
-  done = subprocess.run([sys.executable, '-c', code], timeout=30, check=False)
+  done = subprocess.run(
+      [sys.executable, '-c', code], timeout=WAIT_S, check=False
+  )
   assert done.returncode == 128 + signal.SIGTERM
 
 
@@ -106,5 +109,7 @@ with Signals(grace_s=0.5) as signals:
 def test_run_that_hangs_ends_with_a_code_of_its_own(wait):
   # CASES A15 (c). The second one does not even hear the signal.
   code = 'import signal\n' + HANGS.format(wait=wait)
-  done = subprocess.run([sys.executable, '-c', code], timeout=30, check=False)
+  done = subprocess.run(
+      [sys.executable, '-c', code], timeout=WAIT_S, check=False
+  )
   assert done.returncode == STUCK

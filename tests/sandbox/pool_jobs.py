@@ -87,9 +87,12 @@ def make_unloadable():
   return Unloadable()
 
 
-def identify(seconds):
-  """The process id, after a while, so that one worker cannot answer for all."""
-  time.sleep(seconds)
+def meet(folder, count):
+  """The process id, once `count` processes are in this function together."""
+  with open(os.path.join(folder, str(os.getpid())), 'w', encoding='utf-8'):
+    pass
+  while len(os.listdir(folder)) < count:
+    time.sleep(0.005)
   return os.getpid()
 
 
