@@ -191,7 +191,7 @@ def test_worker_killed_before_it_begins_costs_no_verdict(
 
 
 def test_workers_killed_at_random_cost_the_jobs_that_they_had_begun():
-  """A killing comes after so many jobs, so that a slow machine loses no more."""
+  """Kills come after so many jobs: a slow machine loses no more of them."""
   pool = KillablePool(2, WAIT_S)
   pool.start()
   chosen, over, done = random.Random(0), threading.Event(), []
