@@ -10,6 +10,7 @@ from areal_jax.experiment import (
     TaskSettings,
 )
 from areal_jax.models.config import ModelConfig
+from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.supervised import WarmStartSettings
@@ -54,6 +55,8 @@ def experiment(output: str | os.PathLike, **changes: Any) -> Experiment:
               steps=2,
           ),
       ),
+      # Short rewards, which a busy machine may hold up.
+      reward=RewardSettings(timeout_s=60.0),
       train=TrainSettings(packing=PackingSettings(row_tokens=32, rows=4)),
   )
   for name, value in changes.items():

@@ -2,32 +2,73 @@
 
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from benchmarks import runs
+from tests.limits import WAIT_S, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
 
-# Half a second of work, as much in a child of its own, and half a second idle.
+# Half a second of work, and as much in a child. Each says when it has done it,
+# and is idle until it is told to go on. Last come the seconds of both.
 CODE = """
-import subprocess, sys, time
-work = 'import time\\nwhile time.process_time() < 0.5: pass'
+import os, subprocess, sys
+work = '''
+import sys, time
+while time.process_time() < 0.5: pass
+print('done', flush=True)
+sys.stdin.readline()
+'''
 exec(work)
 subprocess.run([sys.executable, '-c', work], check=True)
-time.sleep(0.5)
+print(sum(os.times()[:4]), flush=True)
 """
 
 
-def test_load_counts_the_run_and_its_children_and_not_its_sleep():
-  child = subprocess.Popen([sys.executable, '-c', CODE], start_new_session=True)
-  load = runs._sample(child)
-  # The child's last 10 ms and what came before its first look may be missing.
-  assert load.own[-1] == pytest.approx(1.0, abs=0.15)
-  end = load.moments[-1]
-  assert load.own_within([(end - 0.4, end)]) < 0.1
-  assert load.own_within([(load.moments[0], end)]) > 0.8
+def test_load_counts_the_run_and_its_children_and_not_its_sleep(monkeypatch):
+  looks, idle, said = [], [], []
+  real = runs._session
+  monkeypatch.setattr(
+      runs, '_session', lambda pid: looks.append(pid) or real(pid)
+  )
+
+  def wait_for_looks(count):
+    wanted = len(looks) + count
+    wait_until(lambda: len(looks) >= wanted, 'a look at the processes')
+
+  def lead(child):
+    """Lets each of the two go on when it has been looked at for a while."""
+    for _ in range(2):
+      said.append(child.stdout.readline())
+      wait_for_looks(2)  # samples of all that it has done
+      start = time.monotonic()
+      wait_for_looks(2)
+      idle.append((start, time.monotonic()))
+      child.stdin.write('\n')
+      child.stdin.flush()
+    said.append(child.stdout.readline())
+
+  with subprocess.Popen(
+      [sys.executable, '-c', CODE],
+      start_new_session=True,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+  ) as child:
+    leads = threading.Thread(target=lead, args=(child,))
+    leads.start()
+    load = runs._sample(child)
+    leads.join(WAIT_S)
+  assert said[:2] == ['done\n'] * 2
+  # How the two end is not seen; a sample may miss some ticks of 10 ms.
+  assert load.own[-1] == pytest.approx(float(said[2]), abs=0.15)
+  assert load.own[-1] > 0.9
+  assert load.own_within(idle) < 0.1 and runs.seconds(idle) > 0.4
+  assert load.own_within([(load.moments[0], load.moments[-1])]) > 0.8
   assert np.all(np.diff(load.own) >= 0)
   assert load.machine[-1] - load.machine[0] >= load.own[-1] - 0.15
 

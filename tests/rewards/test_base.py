@@ -12,6 +12,7 @@ import pytest
 from areal_jax.config import ConfigError
 from areal_jax.rewards import base
 from areal_jax.types import Problem
+from tests.limits import WAIT_S
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
@@ -123,7 +124,7 @@ print('areal_jax.data.stream' in sys.modules)
       cwd=root,
       capture_output=True,
       text=True,
-      timeout=60,
+      timeout=WAIT_S,
       check=True,
   )
   assert done.stdout == '[]\nTrue\n'

@@ -10,6 +10,7 @@ from areal_jax.rewards import base
 from areal_jax.rewards.math import correct, final_answer
 from areal_jax.rewards.scorer import Scorer
 from areal_jax.types import Problem, RewardStatus
+from tests.limits import WAIT_S
 
 CORRECT = 'areal_jax.rewards.math:correct'
 
@@ -107,7 +108,7 @@ def test_every_thread_and_process_scores_alike():
   job = (base.apply, CORRECT, gold, text)
 
   async def elsewhere():
-    scorer = Scorer(CORRECT, timeout_s=60)
+    scorer = Scorer(CORRECT, timeout_s=WAIT_S)
     try:
       loop = asyncio.get_running_loop()
       return [

@@ -9,6 +9,7 @@ import pytest
 from areal_jax.config import ConfigError, resolve
 from areal_jax.rewards.scorer import RewardSettings, Scorer
 from areal_jax.types import Problem, RewardStatus
+from tests.limits import WAIT_S
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # for the workers too
 
@@ -23,7 +24,7 @@ def score(scorer, *texts):
 
 
 def test_each_status_is_counted_and_only_ok_has_a_score():
-  scorer = Scorer('reward_jobs:by_text')
+  scorer = Scorer('reward_jobs:by_text', timeout_s=WAIT_S)
   scorer.start()
   texts = ('zero', 'parts', 'none', 'nan', 'a word it does not know')
   results = score(scorer, *texts)
@@ -42,11 +43,11 @@ def test_each_status_is_counted_and_only_ok_has_a_score():
 
 
 def test_hung_reward_is_a_timeout_and_the_next_is_scored():
-  scorer = Scorer('reward_jobs:hang', workers=1, timeout_s=0.3)
+  scorer = Scorer('reward_jobs:hang', workers=1, timeout_s=4.0)
   scorer.start()
   hung, good = score(scorer, 'hang', 'good')
   assert (hung.status, hung.score) == (RewardStatus.TIMEOUT, None)
-  assert hung.seconds == 0.3
+  assert hung.seconds == 4.0
   assert good.score == 1.0
   assert scorer.counts == {'ok': 1, 'timeout': 1, 'error': 0, 'unparseable': 0}
   scorer.close()
@@ -54,7 +55,7 @@ def test_hung_reward_is_a_timeout_and_the_next_is_scored():
 
 def test_process_scores_as_a_thread_does():
   # CASES A20, without start(): the first call starts the workers.
-  scorer = Scorer('areal_jax.rewards.running_totals:exact')
+  scorer = Scorer('areal_jax.rewards.running_totals:exact', timeout_s=WAIT_S)
   assert [r.score for r in score(scorer, '8;15.', '8.')] == [1.0, 0.0]
   scorer.close()
 

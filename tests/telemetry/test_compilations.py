@@ -11,6 +11,7 @@ from areal_jax.telemetry.compilations import (
     CompilationCounter,
     ahead_of_time,
 )
+from tests.limits import WAIT_S
 
 
 @pytest.fixture
@@ -74,11 +75,11 @@ def test_what_is_built_ahead_of_time_is_warm_up_and_the_rest_is_not(counter):
     with ahead_of_time():
       jax.jit(lambda x: x / 6).lower(np.ones(3)).compile()
       begun.set()
-      assert seen.wait(60)
+      assert seen.wait(WAIT_S)
 
   thread = threading.Thread(target=ahead)
   thread.start()
-  assert begun.wait(60)
+  assert begun.wait(WAIT_S)
   assert (counter.total, counter.since_warm) == (1, 0)
 
   @jax.jit

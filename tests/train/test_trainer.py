@@ -32,6 +32,7 @@ from areal_jax.types import (
     StopReason,
     Trajectory,
 )
+from tests.limits import WAIT_S
 
 CONFIG = ModelConfig(
     vocab_size=12,
@@ -275,7 +276,7 @@ def test_the_first_step_waits_for_what_it_calls_alone(parts):
 
   def slow(name, shape):
     if shape is not None and shape.rows == 2:
-      assert gate.wait(60)
+      assert gate.wait(WAIT_S)
     else:
       compile_(name, shape)
 
