@@ -44,7 +44,7 @@ from areal_jax.rollout.loop import SwapMode
 from areal_jax.sandbox.call import load_function
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.profiling import ProfilingSettings
-from areal_jax.tokenizer.base import Tokenizer, render_prompt
+from areal_jax.tokenizer.base import Tokenizer, absent_ids, render_prompt
 from areal_jax.tokenizer.chat_template import ChatTemplate
 from areal_jax.tokenizer.files import (
     Opened,
@@ -775,7 +775,7 @@ def prepare_shapes(experiment: Experiment) -> PreparedShapes:
     model = _shape_at(settings, 'policy.path', path)
   else:
     tokenizer = _tokenizer(settings).tokenizer
-    model = _own_shape(settings, tokenizer.vocab_size)
+    model = _own_shape(settings, tokenizer)
   model = _checked_model(settings, model)
   path, reference = settings.train.reference_path, None
   if path:
@@ -907,7 +907,7 @@ def _model(
   if source is not None and settings.policy.load == 'all':
     model = _loaded_shape(settings, source, tokenizer, 'policy.path')
   else:
-    model = _own_shape(settings, tokenizer.vocab_size)
+    model = _own_shape(settings, tokenizer)
   model = _checked_model(settings, model)
   if settings.policy.adapter:
     with named('config.policy.adapter'):
@@ -915,11 +915,13 @@ def _model(
   return model
 
 
-def _own_shape(settings: Experiment, vocab_size: int) -> ModelConfig:
+def _own_shape(settings: Experiment, tokenizer: Tokenizer) -> ModelConfig:
   """The shape that the settings themselves describe."""
+  size = tokenizer.vocab_size
   return dataclasses.replace(
       settings.policy.model,
-      vocab_size=vocab_size,
+      vocab_size=size,
+      absent_ids=absent_ids(tokenizer, size),
       vocab_multiple=_vocab_multiple(settings),
   )
 
@@ -952,7 +954,9 @@ def _loaded_shape(
       f'{settings.tokenizer.path} with {tokenizer.vocab_size} ids',
       f'at most the {model.vocab_size} of config.{at}',
   )
-  return model
+  return dataclasses.replace(
+      model, absent_ids=absent_ids(tokenizer, model.vocab_size)
+  )
 
 
 def _as_it_runs(
@@ -1323,7 +1327,7 @@ def _sampling(
   )
   for stop in rollout.stop_ids:
     require(
-        0 <= stop < tokenizer.vocab_size,
+        0 <= stop < tokenizer.vocab_size and stop not in tokenizer.missing_ids,
         'config.rollout.stop_ids',
         stop,
         f"one of the tokenizer's {tokenizer.vocab_size} ids",

@@ -159,7 +159,9 @@ def test_a_published_policy_brings_its_shape_but_not_its_arithmetic(tmp_path):
       )
   ).model
   assert (got.width, got.layers, got.heads, got.kv_heads) == (16, 3, 2, 1)
-  assert got.vocab_size == ALPHABET + 2  # ids beyond the tokenizer's are kept
+  # Ids beyond the tokenizer's are kept, and never sampled.
+  assert got.vocab_size == ALPHABET + 2
+  assert got.absent_ids == ((ALPHABET, ALPHABET + 2),)
   assert (got.layer_loop, got.remat) == ('scan', 'full')
   assert got.compute_dtype == 'bfloat16'
 

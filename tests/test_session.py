@@ -19,6 +19,7 @@ import pytest
 
 from areal_jax import session
 from areal_jax.cluster.local import Stalled
+from areal_jax.data.running_totals import texts
 from areal_jax.data.stream import ProblemStream
 from areal_jax.experiment import (
     Experiment,
@@ -43,6 +44,10 @@ from areal_jax.rollout.loop import EngineLoop, EngineStopped
 from areal_jax.rollout.workflow import answer_of, trajectory
 from areal_jax.telemetry import programs, run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
+from areal_jax.tokenizer.sentencepiece_tokenizer import (
+    SentencePieceTokenizer,
+    train_sentencepiece,
+)
 from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
@@ -425,9 +430,7 @@ def test_a_run_whose_tokens_are_all_too_old_ends_and_trains_none(
 def test_run_without_a_first_evaluation_says_nothing_of_before(
     tmp_path, capsys
 ):
-  result = session.run(
-      experiment(tmp_path, steps=1, evaluation__before=False)
-  )
+  result = session.run(experiment(tmp_path, steps=1, evaluation__before=False))
   assert result.summary['eval_before'] is None
   assert result.summary['eval_score_before'] is None
   after = result.summary['eval_after']
@@ -743,6 +746,40 @@ def test_minibatches_and_a_reference_policy(tmp_path):
   assert metrics[0]['kl_reference'] >= 0
   assert metrics[-1]['kl_reference'] > metrics[0]['kl_reference']
   assert result.summary['engine_trainer_logprob_gap_max'] < 1e-4
+
+
+def test_no_id_that_the_tokenizer_lacks_is_sampled_or_trained(tmp_path):
+  path = train_sentencepiece(texts(), tmp_path / 'own.model')
+  size = SentencePieceTokenizer(path).vocab_size
+  policy = ModelConfig(
+      vocab_size=3 * size, width=32, layers=1, heads=4, kv_heads=2,
+      head_size=8, mlp_width=32, max_length=64,
+  )  # fmt: skip
+  weights = transformer.init_params(policy, 0, None, None)
+  hf.save_hf(tmp_path / 'policy', policy, weights)
+  folder = str(tmp_path / 'policy')
+  result = session.run(
+      experiment(
+          tmp_path,
+          steps=2,
+          rollout__eta=1.0,
+          policy__path=folder,
+          tokenizer__path=str(path),
+          train__reference_path=folder,
+          train__loss=PolicyLoss(kl_coefficient=0.1),
+      )
+  )
+  samples = rows_of(result, 'samples.jsonl')
+  drawn = [token for sample in samples for token in sample['ids']]
+  # Two thirds of a random policy's tokens would be outside.
+  assert len(drawn) > 200 and max(drawn) < size
+  assert result.summary['engine_trainer_logprob_gap_max'] < 1e-4
+  first = rows_of(result, 'metrics.jsonl')[1]
+  # Both are normalised over the same ids: no distance before an update.
+  assert first['kl_reference'] == pytest.approx(0, abs=1e-6)
+  assert first['entropy'] < np.log(size) + 1e-6
+  saved = json.loads((result.folder / 'policy/config.json').read_text())
+  assert saved['vocab_size'] == 3 * size
 
 
 def test_critic_and_dynamic_sampling_in_a_run(tmp_path):

@@ -16,6 +16,8 @@ import math
 import sys
 from typing import Any, Callable, Literal, Mapping
 
+import numpy as np
+
 from areal_jax.config import ConfigError, require
 
 # Parameters of a block that not every layer has.
@@ -204,7 +206,10 @@ class ModelConfig:
   """Shape and arithmetic of one policy. The defaults are a toy."""
 
   family: str = 'llama'  # row of FAMILIES that it is exported as
-  vocab_size: int = 512  # ids that exist
+  vocab_size: int = 512  # rows of the embedding that exist
+  # Ranges [first, end) of ids that the tokenizer lacks. Published embeddings
+  # often have more rows than their tokenizer has ids. A run fills this in.
+  absent_ids: tuple[tuple[int, int], ...] = ()
   width: int = 96  # D
   layers: int = 2  # L
   heads: int = 4  # N, query heads
@@ -275,6 +280,7 @@ class ModelConfig:
       value = getattr(self, name)
       right = 0 <= value < math.inf
       require(right, f'{at}.{name}', value, 'at least 0 and finite')
+    self._validate_absent_ids(at)
     self._validate_sliding(at)
     self._validate_rope(at)
     self._validate_dense_layers(at)
@@ -284,6 +290,19 @@ class ModelConfig:
         f'{at}.lora.projections',
         self.lora.projections,
         f'none of {_MLP} in a policy with experts, which have no adapters',
+    )
+
+  def _validate_absent_ids(self, at: str) -> None:
+    bounds = [bound for pair in self.absent_ids for bound in pair]
+    ascending = all(a < b for a, b in zip(bounds, bounds[1:]))
+    inside = not bounds or (bounds[0] >= 0 and bounds[-1] <= self.vocab_size)
+    absent = sum(end - first for first, end in self.absent_ids)
+    require(
+        ascending and inside and absent < self.vocab_size,
+        f'{at}.absent_ids',
+        self.absent_ids,
+        'ascending ranges (first, end), apart from each other, of some but not'
+        f' all ids below vocab_size={self.vocab_size}',
     )
 
   def _validate_sliding(self, at: str) -> None:
@@ -355,6 +374,18 @@ class ModelConfig:
     """V, columns of logits; those from `vocab_size` on are never sampled."""
     step = self.vocab_multiple
     return math.ceil(self.vocab_size / step) * step
+
+  @property
+  def possible_ids(self) -> np.ndarray:
+    """[V] bool, ids that may be sampled: neither padding nor absent.
+
+    The others have the logit -1e30 wherever this policy makes logits, so engine
+    and trainer normalise over the same ids.
+    """
+    possible = np.arange(self.padded_vocab_size) < self.vocab_size
+    for first, end in self.absent_ids:
+      possible[first:end] = False
+    return possible
 
 
 # Which layers slide, of [0, layers), by the fields of a config.json that has a

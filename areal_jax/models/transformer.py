@@ -358,11 +358,22 @@ class Transformer(nnx.Module):
       matrix = self.unembedding[...].astype(x.dtype)
     logits = jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
     logits = attention.capped(layout(logits, 'tokens', 'vocab'), c.logit_cap)
-    if c.padded_vocab_size > c.vocab_size:
-      # Padded ids are never sampled and add nothing to a logsumexp.
-      exists = jnp.arange(c.padded_vocab_size) < c.vocab_size
-      logits = jnp.where(exists, logits, attention.MASKED)
+    return _only_possible(c, logits)
+
+
+def _only_possible(config: ModelConfig, logits: Array) -> Array:
+  """Gives ids that are never sampled a logit that adds nothing to a sum.
+
+  Those are the padding of the vocabulary and ids that the tokenizer lacks.
+  """
+  possible = config.possible_ids
+  count = int(possible.sum())
+  if count == len(possible):
     return logits
+  if possible[:count].all():
+    # The usual case: all that is impossible comes last. No table is needed.
+    possible = jnp.arange(len(possible)) < count
+  return jnp.where(possible, logits, attention.MASKED)
 
 
 # Parameters.
@@ -657,7 +668,8 @@ def unembed(
     rules: how they lie there.
 
   Returns:
-    [..., V] float32, V padded; padded columns are -1e30.
+    [..., V] float32, V padded; columns of padding and of ids that the
+    tokenizer lacks (`ModelConfig.possible_ids`) are -1e30.
   """
   model, layout = _merged(config, params), _Layout(mesh, rules)
   logits = model.unembed(layout.flat(x, 'width'), layout)

@@ -376,6 +376,7 @@ class Engine:
       rules: Rules,
   ):
     self.config = config
+    self._possible_ids = config.possible_ids
     self.settings = settings
     self.mesh = mesh
     self.rules = rules
@@ -556,6 +557,13 @@ class Engine:
     refusal = s.sampling.refusal(request.sampling, self.config.vocab_size)
     if refusal:
       raise ValueError(f'request {request.request_id}: {refusal}')
+    biased = [token for token, _ in request.sampling.logit_bias]
+    absent = [token for token in biased if not self._possible_ids[token]]
+    if absent:
+      raise ValueError(
+          f'request {request.request_id}: sampling.logit_bias names ids'
+          f' {absent}, wanted ids that the tokenizer has'
+      )
 
   def own_tables(self) -> np.ndarray:
     """[S, pages a slot] int32: tables of slots that share nothing.

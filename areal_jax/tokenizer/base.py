@@ -18,6 +18,9 @@ from areal_jax.types import Message
 class Tokenizer(Protocol):
   """Text to ids in `[0, vocab_size)` and back.
 
+  `missing_ids` are those below `vocab_size` that stand for nothing: a file may
+  leave holes between its tokens.
+
   `eos_ids` are the ids that end an answer (none, one or several). `pad_id`
   fills rows; padding is masked everywhere, so a tokenizer without an id of its
   own for it may name any. `run_ids` are those that are read together with their
@@ -26,6 +29,7 @@ class Tokenizer(Protocol):
   """
 
   vocab_size: int
+  missing_ids: frozenset[int]
   bos_id: int | None
   eos_ids: tuple[int, ...]
   pad_id: int
@@ -39,6 +43,30 @@ class Tokenizer(Protocol):
 
   def decode(self, ids: Sequence[int]) -> str:
     """Text of the ids; special tokens decode to nothing."""
+
+
+def absent_ids(
+    tokenizer: Tokenizer, vocab_size: int
+) -> tuple[tuple[int, int], ...]:
+  """Ids of a policy that its tokenizer lacks, as `ModelConfig.absent_ids`.
+
+  Example: of a policy of 151,936 ids with Qwen2.5's tokenizer of 151,665,
+  `((151665, 151936),)`.
+
+  Args:
+    tokenizer: the policy's.
+    vocab_size: ids of the policy, at least those of the tokenizer.
+  """
+  absent = sorted(
+      {*tokenizer.missing_ids, *range(tokenizer.vocab_size, vocab_size)}
+  )
+  ranges: list[tuple[int, int]] = []
+  for token in absent:
+    if ranges and ranges[-1][1] == token:
+      ranges[-1] = (ranges[-1][0], token + 1)
+    else:
+      ranges.append((token, token + 1))
+  return tuple(ranges)
 
 
 def render_prompt(

@@ -17,6 +17,7 @@ class ByteTokenizer:
   """
 
   vocab_size = 256 + _SPECIAL
+  missing_ids = frozenset()
   pad_id = 0
   bos_id = 1
   eos_ids = (2,)

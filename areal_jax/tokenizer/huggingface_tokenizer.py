@@ -52,6 +52,7 @@ class HuggingFaceTokenizer:
     known = self._tokenizer.get_vocab(with_added_tokens=True)
     require(bool(known), f'{file}: vocab', known, 'at least one token')
     self.vocab_size = max(known.values()) + 1
+    self.missing_ids = frozenset(range(self.vocab_size)) - {*known.values()}
     self.run_ids = _run_ids(self._tokenizer, known)
     folder = file.parent
     config = read_config(folder / CONFIG)

@@ -49,6 +49,7 @@ class SentencePieceTokenizer:
       ) from error
     processor = self._processor
     self.vocab_size = processor.GetPieceSize()
+    self.missing_ids = frozenset()  # pieces are numbered without a gap
     bos, eos, pad = processor.bos_id(), processor.eos_id(), processor.pad_id()
     self.bos_id = bos if bos >= 0 else None
     self.eos_ids = (eos,) if eos >= 0 else ()
@@ -78,8 +79,18 @@ class SentencePieceTokenizer:
     return ids
 
   def decode(self, ids: Sequence[int]) -> str:
-    """Text of the ids; special tokens decode to nothing."""
-    return self._processor.DecodeIds([int(i) for i in ids])
+    """Text of the ids; special tokens decode to nothing.
+
+    Raises:
+      ValueError: an id outside the vocabulary.
+    """
+    ids = [int(i) for i in ids]
+    wrong = [i for i in ids if not 0 <= i < self.vocab_size]
+    if wrong:
+      raise ValueError(
+          f'ids {wrong[:5]} are outside the vocabulary of {self.vocab_size}'
+      )
+    return self._processor.DecodeIds(ids)
 
 
 def train_sentencepiece(

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from areal_jax.config import ConfigError, resolve
@@ -40,6 +41,10 @@ LLAMA3 = {
         (dict(heads=6, kv_heads=4), 'is 4, wanted a divisor of heads=6'),
         (dict(head_size=7), 'head_size is 7, wanted even'),
         (dict(vocab_multiple=0), 'vocab_multiple is 0'),
+        (dict(vocab_size=9, absent_ids=((8, 10),)), 'absent_ids is .*below'),
+        (dict(vocab_size=9, absent_ids=((0, 9),)), 'but not all ids'),
+        (dict(absent_ids=((5, 7), (6, 9))), 'ascending ranges'),
+        (dict(absent_ids=((5, 5),)), 'ascending ranges'),
         (dict(attention_cap=-1.0), 'attention_cap is -1.0, wanted at least 0'),
         (
             dict(sliding_window=4, sliding_layers=(2,)),
@@ -82,6 +87,14 @@ def test_a_wrong_value_is_refused_by_name(changes, message):
 def test_the_vocabulary_is_rounded_up(size, multiple, padded):
   config = ModelConfig(vocab_size=size, vocab_multiple=multiple)
   assert config.padded_vocab_size == padded
+
+
+def test_ids_are_possible_that_are_neither_padding_nor_absent():
+  config = ModelConfig(
+      vocab_size=9, vocab_multiple=4, absent_ids=((2, 4), (7, 9))
+  )
+  assert np.flatnonzero(config.possible_ids).tolist() == [0, 1, 4, 5, 6]
+  assert len(config.possible_ids) == 12
 
 
 def test_what_a_file_leaves_unsaid_is_what_its_family_assumes():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config import ConfigError
+from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import mesh_of
 from areal_jax.models import transformer
@@ -584,6 +585,51 @@ def test_programs_are_planned_in_the_order_of_need():
 def test_request_that_does_not_fit_is_refused(engine, request_, named):
   with pytest.raises(ValueError, match=named):
     engine.check(request_)
+
+
+@pytest.mark.parametrize('multiple', [1, 16])
+@pytest.mark.parametrize('absent', [((30, 40),), ((7, 9), (30, 40))])
+def test_absent_ids_are_impossible_in_engine_and_trainer(absent, multiple):
+  config = tiny.config(absent_ids=absent, vocab_multiple=multiple)
+  extra = config.padded_vocab_size - tiny.VOCABULARY
+  weights = dict(tiny.params())
+  # Rows of padding that would win if they were let.
+  weights['embedding'] = np.pad(
+      weights['embedding'], ((0, extra), (0, 0)), constant_values=3
+  )
+  features = SamplingFeatures(max_logit_bias=1, prompt_logps=True)
+  settings = EngineSettings(**SETTINGS, sampling=features)
+  engine = Engine(config, settings, tiny.mesh(), Rules())
+  requests = [tiny.request(new=50, draw=i, temperature=1.5) for i in range(4)]
+  state = start(engine, weights, requests, range(4))
+  ids, logps, _ = finish(engine, weights, state)
+  names = {i for first, end in absent for i in range(first, end)}
+  drawn = {token for answer in ids for token in answer}
+  assert not drawn & names and max(drawn) < tiny.VOCABULARY and len(drawn) > 20
+
+  # Over the possible ids alone the probabilities make 1.
+  full = np.asarray([[1, 2, 3, *answer] for answer in ids])
+  ones = np.ones_like(full)
+  at = np.broadcast_to(np.arange(53), full.shape)
+  plain = transformer.forward(tiny.config(), tiny.params(), full, at, ones)
+  scaled = np.asarray(plain, np.float64) / 1.5
+  possible = [i for i in range(tiny.VOCABULARY) if i not in names]
+  total = np.log(np.exp(scaled[..., possible]).sum(-1))
+  chosen = np.take_along_axis(scaled[:, :-1], full[:, 1:, None], -1)[..., 0]
+  expected = chosen - total[:, :-1]
+  np.testing.assert_allclose(logps, expected[:, 2:], atol=1e-4)
+
+  trainer, _ = logprobs.token_logps(
+      transformer.forward(config, weights, full, at, ones),
+      full, ones, np.full(full.shape, 1.5),
+  )  # fmt: skip
+  np.testing.assert_allclose(trainer[:, 1:], expected, atol=1e-4)
+  # planted fault: a trainer that leaves some mass to the absent ids
+  leaky, _ = logprobs.token_logps(plain, full, ones, np.full(full.shape, 1.5))
+  assert np.abs(leaky[:, 1:] - expected).max() > 1e-2
+  asked = tiny.request(logit_bias=((absent[0][0], 1.0),))
+  with pytest.raises(ValueError, match=r'logit_bias names ids \['):
+    engine.check(asked)
 
 
 def test_prefill_buckets_hold_every_prompt_and_are_page_multiples():

@@ -38,6 +38,14 @@ def test_answer_is_decoded_without_special_tokens(published):
   assert tokenizer.decode([*ids, 60_000]) == '12'  # no such id
 
 
+def test_holes_between_the_tokens_of_a_file_are_known(tmp_path):
+  model = tokenizers.models.WordLevel({'a': 0, 'b': 3, 'c': 6}, unk_token='a')
+  tokenizers.Tokenizer(model).save(str(tmp_path / 'tokenizer.json'))
+  tokenizer = HuggingFaceTokenizer(tmp_path)
+  assert tokenizer.vocab_size == 7
+  assert tokenizer.missing_ids == {1, 2, 4, 5}
+
+
 def test_bytes_of_half_a_character_are_replaced(published):
   tokenizer = published('smollm2/tokenizer.json')
   ids = tokenizer.encode('𝄞')

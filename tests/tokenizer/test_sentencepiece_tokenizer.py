@@ -66,6 +66,15 @@ def test_other_characters_fall_back_to_bytes(trained, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_id_outside_the_vocabulary_is_named(trained):
+  for tokenizer in trained.values():
+    size = tokenizer.vocab_size
+    for wrong in (-1, size):
+      said = rf'ids \[{wrong}\] are outside .* {size}'
+      with pytest.raises(ValueError, match=said):
+        tokenizer.decode([5, wrong])
+
+
 @pytest.mark.parametrize('kind, size', [('char', None), ('unigram', 300)])
 def test_same_texts_make_the_same_file(tmp_path, kind, size):
   files = [
