@@ -305,7 +305,7 @@ def distillation(longest: int) -> Preset:
 
   A_t = log teacher - log π_behav, the reverse KL of that token alone (γ = 0).
   The teacher is the reference policy. On-policy distillation,
-  https://arxiv.org/abs/2306.13649; see `supervised.distillation_advantages`.
+  https://arxiv.org/abs/2306.13649.
   """
   del longest
   return Preset(

@@ -200,8 +200,7 @@ def scores(
     rules: how they lie there.
 
   Returns:
-    [B, T] float32, the score at each sequence's last token and 0 elsewhere;
-    `by_segment` gathers them.
+    [B, T] float32, the score at each sequence's last token and 0 elsewhere.
   """
   said = _project(
       config, params, 'reward_head', ids, positions, segment_ids, mesh, rules
@@ -213,21 +212,6 @@ def last_tokens(segment_ids: Array) -> Array:
   """[B, T] bool: whether a token is the last of its sequence in the row."""
   following = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
   return (segment_ids != 0) & (segment_ids != following)
-
-
-def by_segment(per_token: Array, segment_ids: Array, count: int) -> Array:
-  """Sums over the tokens of each sequence.
-
-  Args:
-    per_token: [B, T] such as `scores` returns.
-    segment_ids: [B, T] sequence of the row, from 1; 0 is padding.
-    count: sequences of a row that are asked for; those beyond are left out.
-
-  Returns:
-    [B, count] float32, sequence i + 1 at column i; 0 where there is none.
-  """
-  of = segment_ids[:, :, None] == jnp.arange(1, count + 1)
-  return jnp.sum(jnp.where(of, per_token[:, :, None], 0.0), axis=1)
 
 
 def _project(

@@ -147,29 +147,23 @@ def allocate(
   return bins
 
 
-def allocate_rows(
-    lengths: Sequence[int], capacity: int, rows: int, minimum_bins: int = 1
-) -> list[list[int]]:
-  """Bins whose number is a multiple of `rows`, evenly filled where possible.
-
-  A microbatch costs the same whatever its rows hold, so sequences are spread
-  over rows that would stay empty. That never adds a microbatch; rows without
-  any sequence come last.
-
-  Raises:
-    ValueError: as `allocate`.
-  """
-  bins = allocate(lengths, capacity, minimum_bins)
-  return _spread(lengths, capacity, bins, -(-len(bins) // rows) * rows)
-
-
-def _spread(
+def spread(
     lengths: Sequence[int],
     capacity: int,
     bins: list[list[int]],
     wanted: int,
 ) -> list[list[int]]:
-  """`wanted` bins, no fewer than there are; without a sequence at the end."""
+  """Spreads sequences over `wanted` bins, where that leaves fewer empty.
+
+  A microbatch costs the same whatever its rows hold, so rows that would stay
+  empty take sequences of others. Bins without a sequence come last.
+
+  Args:
+    lengths: tokens of each sequence.
+    capacity: tokens that a bin holds.
+    bins: what `allocate` returned for them.
+    wanted: number of bins, at least that of `bins`.
+  """
   if len(bins) < wanted <= len(lengths):
     spread = allocate(lengths, capacity, wanted)
     if len(spread) == wanted:
@@ -241,7 +235,7 @@ def lay(lengths: Sequence[int], settings: PackingSettings) -> Layout:
   if not lengths:
     return Layout((), ())
   capacity, bins, rows = _rows_of(lengths, settings)
-  bins = _spread(lengths, capacity, bins, sum(rows))
+  bins = spread(lengths, capacity, bins, sum(rows))
   fullest = sorted(bins, key=lambda members: -sum(lengths[i] for i in members))
   places: dict[int, Place] = {}
   first = 0

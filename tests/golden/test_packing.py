@@ -74,7 +74,9 @@ def test_bins_equal_the_authors(case):
 def test_no_more_bins_and_no_higher_load_than_the_authors(case):
   """Everywhere: capacity, minimum and divisor hold."""
   lengths, capacity, least, divisor = _asked(case)
-  bins = packing.allocate_rows(lengths, capacity, divisor, least)
+  bins = packing.allocate(lengths, capacity, least)
+  rows = -(-len(bins) // divisor) * divisor
+  bins = packing.spread(lengths, capacity, bins, rows)
   loads = [sum(lengths[i] for i in members) for members in bins]
   assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
   assert max(loads) <= capacity

@@ -75,14 +75,6 @@ def test_last_tokens_end_sequences_rows_and_what_padding_follows():
   ]
 
 
-def test_scores_are_gathered_by_sequence(reward_model):
-  said = run(heads.scores, reward_model)
-  got = np.asarray(heads.by_segment(said, SEGMENTS, 3))
-  np.testing.assert_array_equal(
-      got, [[said[0, 2], said[0, 4], 0], [said[1, 5], 0, 0]]
-  )
-
-
 def test_a_packed_sequence_has_the_values_that_it_has_alone(critic):
   packed = run(heads.values, critic)
   alone = jax.jit(functools.partial(heads.values, CONFIG))(

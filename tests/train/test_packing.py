@@ -67,7 +67,8 @@ def test_allocation_properties(lengths, capacity, rows):
   assert all(load <= capacity for load in loads)
   # Every bin but one is more than half full, or it would have been shared.
   assert sum(2 * load <= capacity for load in loads) <= 1
-  spread = packing.allocate_rows(lengths, capacity, rows)
+  wanted = -(-len(bins) // rows) * rows
+  spread = packing.spread(lengths, capacity, bins, wanted)
   assert len(spread) % rows == 0
   assert len(spread) - len(bins) < rows
   assert sorted(i for b in spread for i in b) == list(range(len(lengths)))
@@ -75,9 +76,12 @@ def test_allocation_properties(lengths, capacity, rows):
 
 
 def test_spread_over_rows_that_would_stay_empty():
-  assert packing.allocate([4, 4, 4, 4], 16) == [[0, 1, 2, 3]]
-  assert packing.allocate_rows([4, 4, 4, 4], 16, 4) == [[0], [1], [2], [3]]
-  assert packing.allocate_rows([4, 4], 16, 4) == [[0, 1], [], [], []]
+  bins = packing.allocate([4, 4, 4, 4], 16)
+  assert bins == [[0, 1, 2, 3]]
+  spread = packing.spread([4, 4, 4, 4], 16, bins, 4)
+  assert spread == [[0], [1], [2], [3]]
+  # Two sequences cannot fill four bins, and stay together.
+  assert packing.spread([4, 4], 16, [[0, 1]], 4) == [[0, 1], [], [], []]
 
 
 def test_packed_row_by_hand():
