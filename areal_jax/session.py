@@ -315,7 +315,7 @@ class Session:
     self._saved = start.saved.step if in_place else None  # the last step
     self._handed_out: HandedOut | None = None  # the last step, until written
     self._trained_until = 0.0  # monotonic second at which a step was done
-    self._deaths = 0  # of engines, as far as they are told
+    self._deaths: dict[str, int] = {}  # by engine, as far as they are told
     self._evaluating: int | None = None  # version
     self._stack = contextlib.ExitStack()
     self._compilations = CompilationCounter()
@@ -442,6 +442,7 @@ class Session:
         dtype=rollout.dtype or None,
         merge=rollout.merge_adapters,
         restarts=self._settings.failures.restarts,
+        evicts=self._settings.failures.evicts,
         exact=rollout.eta == 0,  # equal in bits to a plain loop
         release_idle=self._settings.mesh.colocated,
     )
@@ -876,16 +877,30 @@ class Session:
     self._evaluations.check()
 
   def _tell_deaths(self) -> None:
-    """Says which engines began anew since this was called last."""
-    if self._rollout.deaths == self._deaths:
-      return
-    self._deaths = self._rollout.deaths
-    for loop in self._rollout.loops:
-      if loop.last_death:
-        self._progress.note(
-            f'engine {loop.name} died ({loop.last_death}), for the'
-            f' {loop.counts.deaths}. time; it began anew'
+    """Says which engines died since this was called last, and what follows."""
+    note = self._progress.note
+    for loop in (*self._rollout.loops, *self._evaluator.loops):
+      told = self._deaths.get(loop.name, 0)
+      if loop.counts.deaths == told:
+        continue
+      self._deaths[loop.name] = loop.counts.deaths
+      times = f'engine {loop.name} died ({loop.last_death}), death'
+      if loop.failure() is None:
+        note(f'{times} {loop.counts.deaths}; it began anew')
+      else:
+        note(
+            f'{times} {loop.counts.deaths} and its last; the replicas that are'
+            ' left answer its requests'
         )
+
+  @property
+  def _engine_deaths(self) -> dict[str, int]:
+    """Deaths of engine threads so far, those of evaluation included."""
+    loops = (*self._rollout.loops, *self._evaluator.loops)
+    return {
+        'engine_deaths': sum(loop.counts.deaths for loop in loops),
+        'engines_evicted': sum(loop.failure() is not None for loop in loops),
+    }
 
   def _evaluate(self, version: int) -> Evaluation:
     """Evaluates the version published last and waits for the result."""
@@ -1025,7 +1040,7 @@ class Session:
         'reward_timeouts': counts['timeout'],
         'reward_unparseable': counts['unparseable'],
         'retried_members': controller.retried_members,
-        'engine_deaths': self._rollout.deaths,
+        **self._engine_deaths,
         'silences': self._watchdog.told,
         **self._rollout.engine_counts,
         'rss_bytes': run_folder.rss_bytes(),
@@ -1142,7 +1157,7 @@ class Session:
         'events_lost': self._events.lost,
         'failed_members': controller.failed_members,
         'retried_members': controller.retried_members,
-        'engine_deaths': self._rollout.deaths,
+        **self._engine_deaths,
         'silences': self._watchdog.told,
         'rewards': dict(self._scorer.counts),
         **book.summary(),

@@ -27,6 +27,8 @@ from areal_jax.telemetry.events import EventLog
 Params = Any
 Kind = Literal['full', 'adapter']
 
+_LOOK_SECONDS = 0.5  # how often a wait looks whether a replica has died
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -39,12 +41,16 @@ class Target:
       `swapped(version)` once the replica runs these weights, or newer ones.
     finish: what is done on the replica's mesh to parameters that have arrived,
       such as merging adapters; None for nothing.
+    alive: whether the replica will take weights at all. Nobody waits for one
+      that is dead; its mesh still gets the weights, for evaluation goes on
+      there.
   """
 
   name: str
   shardings: Any
   deliver: Callable[[int, Params, Callable[[int], None]], None]
   finish: Callable[[Params], Params] | None = None
+  alive: Callable[[], bool] = lambda: True
 
 
 class Handle:
@@ -56,36 +62,46 @@ class Handle:
     bytes: that were sent, of one copy for each replica.
   """
 
-  def __init__(self, version: int, kind: Kind, size: int, names: Sequence[str]):
+  def __init__(
+      self, version: int, kind: Kind, size: int, targets: Sequence[Target]
+  ):
     self.version = version
     self.kind = kind
     self.bytes = size
-    self._missing = set(names)
+    self._missing = {target.name: target for target in targets}
     self._changed = threading.Condition()
 
   def acknowledge(self, name: str) -> None:
     with self._changed:
-      self._missing.discard(name)
+      self._missing.pop(name, None)
       self._changed.notify_all()
 
   def wait(self, timeout_s: float) -> None:
-    """Waits until every replica runs this version or a newer one.
+    """Waits until every living replica runs this version or a newer one.
 
     Raises:
       TimeoutError: names the replicas that do not answer.
     """
+    end = time.monotonic() + timeout_s
     with self._changed:
-      if not self._changed.wait_for(lambda: not self._missing, timeout_s):
-        raise TimeoutError(
-            f'version {self.version} not taken after {timeout_s:g} s by'
-            f' replicas {sorted(self._missing)}'
-        )
+      while missing := self._awaited():
+        left = end - time.monotonic()
+        if left <= 0:
+          raise TimeoutError(
+              f'version {self.version} not taken after {timeout_s:g} s by'
+              f' replicas {sorted(missing)}'
+          )
+        # A replica that dies meanwhile notifies nobody.
+        self._changed.wait(min(left, _LOOK_SECONDS))
 
   @property
   def missing(self) -> frozenset[str]:
-    """Replicas that still run older weights."""
+    """Living replicas that still run older weights."""
     with self._changed:
-      return frozenset(self._missing)
+      return self._awaited()
+
+  def _awaited(self) -> frozenset[str]:
+    return frozenset(n for n, target in self._missing.items() if target.alive())
 
 
 class Publisher:
@@ -151,7 +167,7 @@ class Publisher:
       params = self._cast(params)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     size *= len(self._targets)
-    handle = Handle(version, kind, size, [t.name for t in self._targets])
+    handle = Handle(version, kind, size, self._targets)
     self._handles = [h for h in self._handles if h.missing] + [handle]
     held = {}
     # New arrays: the train step donates its own to the step that follows.

@@ -909,6 +909,39 @@ def test_engine_that_dies_ends_the_run_within_two_seconds_if_so_set(
   assert all(seen - died[0] < 2 for seen in told)
 
 
+@pytest.mark.parametrize('kind', ['rollout', 'evaluation'])
+def test_run_goes_on_without_an_engine_that_is_dead_for_good(
+    tmp_path, monkeypatch, capsys, kind
+):
+  """One of two replicas; those that evaluate are told apart by their name."""
+  step = Engine.generate_steps
+  dies = 'engine-0' if kind == 'rollout' else 'engine-evaluate/1'
+
+  def dying(self, *args):
+    if threading.current_thread().name.startswith(dies):
+      raise ConnectionError('the device went away')
+    return step(self, *args)
+
+  monkeypatch.setattr(Engine, 'generate_steps', dying)
+  result = session.run(
+      experiment(
+          tmp_path,
+          mesh=MeshSettings(rollout=RolloutMesh(replicas=2)),
+          failures__engine_restarts=1,
+      )
+  )
+  summary, rows = result.summary, rows_of(result, run_folder.METRICS)
+  assert summary['engines_evicted'] == 1 and summary['engine_deaths'] == 2
+  flow = summary['trained'] + summary['dropped'] + summary['in_flight']
+  assert summary['drawn'] == flow and summary['trained'] == 16
+  said = capsys.readouterr().err
+  name = dies.removeprefix('engine-')
+  assert f'engine {name} died (ConnectionError: the device went away)' in said
+  assert 'death 2 and its last; the replicas that are left answer' in said
+  told = [row['engines_evicted'] for row in rows if 'engines_evicted' in row]
+  assert len(told) == 4 and told[-1] == 1
+
+
 def test_silence_is_told_with_the_reward_that_hangs(tmp_path, capsys):
   """The hanging answer is killed, counted, and never scored 0."""
   result = session.run(

@@ -1,5 +1,8 @@
 """Publishing: equal tensor by tensor, on other meshes, safe from donation."""
 
+import dataclasses
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -73,6 +76,26 @@ def test_handle_waits_for_every_replica():
     handle.wait(0.01)
   got['engine/1'][0][2](1)
   handle.wait(0.01)
+
+
+def test_nobody_waits_for_a_replica_that_is_dead():
+  """Dead before the version came, and dead while it is waited for."""
+  alive = {'engine/0': True, 'engine/1': False, 'engine/2': True}
+  targets = [
+      dataclasses.replace(
+          target(name, tiny.mesh(1, 1), []), alive=lambda n=name: alive[n]
+      )
+      for name in alive
+  ]
+  handle = Publisher(targets, events=EventLog(None)).publish(1, tiny.params(0))
+  assert handle.missing == {'engine/0', 'engine/2'}
+  handle.acknowledge('engine/0')
+  with pytest.raises(TimeoutError, match=r"replicas \['engine/2'\]"):
+    handle.wait(0.0)
+  dies = threading.Timer(0.1, lambda: alive.update({'engine/2': False}))
+  dies.start()
+  handle.wait(60)
+  dies.join()
 
 
 def test_newer_version_acknowledges_the_one_it_overtook():

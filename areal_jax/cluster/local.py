@@ -28,7 +28,7 @@ from areal_jax.rollout import memory
 from areal_jax.rollout.client import EngineClient
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.evaluator import Evaluator
-from areal_jax.rollout.loop import EngineLoop, SwapMode
+from areal_jax.rollout.loop import EngineLoop, SwapMode, require_living
 from areal_jax.telemetry.events import EventLog
 from areal_jax.tokenizer.base import Tokenizer
 from areal_jax.weights import Publisher, Target
@@ -144,18 +144,27 @@ async def _cancel_others() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-  """The engines of one process, their client and their weights."""
+  """The engines of one process, their client and their weights.
+
+  Attributes:
+    loops: one for each replica.
+    client: who sends requests to them.
+    publisher: who sends weights to them.
+    evicts: whether a replica that is dead for good is left out, and the others
+      go on.
+  """
 
   loops: tuple[EngineLoop, ...]
   client: EngineClient
   publisher: Publisher
+  evicts: bool = True
 
   def check(self) -> None:
-    """Raises what ended an engine loop, if one has ended."""
-    for loop in self.loops:
-      failure = loop.failure()
-      if failure is not None:
-        raise failure
+    """Raises what ended a replica, if too few of them live to go on.
+
+    That is none, or one less than there were where nobody is evicted.
+    """
+    require_living(self.loops, self.evicts)
 
   def explain(self) -> str:
     """What each engine does and who waits for it, in lines."""
@@ -184,11 +193,6 @@ class Rollout:
     """Gives up what is still to be compiled, when no loop runs any more."""
     for loop in self.loops:
       loop.engine.programs.close()
-
-  @property
-  def deaths(self) -> int:
-    """Times that a thread of an engine died so far."""
-    return sum(loop.counts.deaths for loop in self.loops)
 
   @property
   def tokens(self) -> int:
@@ -245,6 +249,7 @@ def build_rollout(
     dtype: str | None = None,
     merge: bool = False,
     restarts: int = 0,
+    evicts: bool = True,
     exact: bool = False,
     release_idle: bool = False,
 ) -> Rollout:
@@ -263,6 +268,7 @@ def build_rollout(
     merge: whether adapters are merged where they arrive, so that engines run a
       policy without any.
     restarts: times that the thread of each may begin anew after an exception.
+    evicts: whether the others go on without one that is dead for good.
     exact: whether caches may not change an answer in its last bits.
     release_idle: whether caches are let go of while nothing is to do, so that
       training on the same devices has their room.
@@ -294,12 +300,19 @@ def build_rollout(
       finish = lora.merging(config, dtype or '', shardings)
       shardings = transformer.param_shardings(config, mesh, rules)
     targets.append(
-        Target(f'engine/{i}', shardings, loops[i].set_weights, finish)
+        Target(
+            f'engine/{i}',
+            shardings,
+            loops[i].set_weights,
+            finish,
+            alive=lambda loop=loops[i]: loop.health() != 'dead',
+        )
     )
   return Rollout(
       tuple(loops),
       EngineClient(loops),
       Publisher(targets, events=events, dtype=dtype),
+      evicts,
   )
 
 
@@ -324,7 +337,8 @@ def build_evaluator(rollout: Rollout, events: EventLog) -> Evaluator:
               release_idle=True,
           )
           for loop in rollout.loops
-      ]
+      ],
+      evicts=rollout.evicts,
   )
 
 

@@ -1,7 +1,8 @@
 """The client: `await generate(request)` over the replicas' engine loops.
 
-Requests of one draw go to one replica, so that its group shares a prefill;
-the replica is the one with the least to do when the first of them comes.
+Requests of one draw go to one replica, so that its group shares a prefill. It
+is the living replica with the least to do when the first of them comes. If it
+dies before it has answered, they go to another one and begin again there.
 `generate_samples` asks for several answers to one prompt.
 """
 
@@ -15,6 +16,7 @@ from typing import Callable, Protocol, Sequence
 
 import numpy as np
 
+from areal_jax.rollout.loop import EngineStopped, Health, Ticket
 from areal_jax.types import Completion, Purpose, Request
 
 
@@ -34,10 +36,13 @@ class Replica(Protocol):
       self,
       request: Request,
       answer: Callable[[Completion | BaseException], None],
-  ) -> None:
+  ) -> Ticket:
     ...
 
-  def abort(self, request_ids: Sequence[str]) -> None:
+  def abort(self, tickets: Sequence[Ticket]) -> None:
+    ...
+
+  def health(self) -> Health:
     ...
 
 
@@ -80,35 +85,73 @@ class _Mailbox:
 
 
 class EngineClient:
-  """Routes requests to engine loops of the same process."""
+  """Routes requests to the living among the engine loops of this process."""
 
   def __init__(self, replicas: Sequence[Replica]):
     self._replicas = tuple(replicas)
-    self._chosen: dict[tuple[Purpose, int], tuple[Replica, int]] = {}
+    # By draw: the replica of its requests, and how many of them wait.
+    self._chosen: dict[tuple[Purpose, int], tuple[Replica | None, int]] = {}
     self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
 
   async def generate(self, request: Request) -> Completion:
-    """Raises `ValueError` for a request that does not fit, `EngineStopped`
-    when the replica ends before it answered."""
+    """The completion of one request.
+
+    A request whose replica died is asked again on a living one. Tokens are
+    keyed by draw, sample and position, so it goes on as it would have gone on.
+
+    Raises:
+      ValueError: the request does not fit the engine's shapes.
+      EngineStopped: no replica lives any more.
+    """
     here = asyncio.get_running_loop()
-    future = here.create_future()
     if here not in self._mailboxes:
       self._mailboxes[here] = _Mailbox(here)
-    answer = functools.partial(self._mailboxes[here].put, future)
     draw = (request.purpose, request.draw_index)
     replica, waiting = self._chosen.get(draw, (None, 0))
-    replica = replica or min(self._replicas, key=lambda r: r.load)
     self._chosen[draw] = (replica, waiting + 1)
     try:
-      replica.submit(request, answer)
-      return await future
-    except asyncio.CancelledError:
-      replica.abort([request.request_id])
-      raise
+      while True:
+        replica = self._replica_of(draw)
+        try:
+          return await self._ask(replica, request, here)
+        except EngineStopped:
+          if all(r.health() == 'dead' for r in self._replicas):
+            raise
+          # Its choice is no longer alive, so the next round takes another one.
     finally:
       replica, waiting = self._chosen.pop(draw)
       if waiting > 1:
         self._chosen[draw] = (replica, waiting - 1)
+
+  def serves(self, purpose: Purpose, draw_index: int) -> bool:
+    """Whether a request of this draw is with an engine at the moment."""
+    return (purpose, draw_index) in self._chosen
+
+  def _replica_of(self, draw: tuple[Purpose, int]) -> Replica:
+    """The replica of a draw, chosen anew if there is none or it is dead."""
+    replica, waiting = self._chosen[draw]
+    if replica is None or replica.health() == 'dead':
+      living = [r for r in self._replicas if r.health() != 'dead']
+      # A dead one says best why it takes no requests.
+      replica = min(living or self._replicas, key=lambda r: r.load)
+      self._chosen[draw] = (replica, waiting)
+    return replica
+
+  async def _ask(
+      self,
+      replica: Replica,
+      request: Request,
+      here: asyncio.AbstractEventLoop,
+  ) -> Completion:
+    """The completion by one replica; given up there if the caller gives up."""
+    future = here.create_future()
+    answer = functools.partial(self._mailboxes[here].put, future)
+    ticket = replica.submit(request, answer)
+    try:
+      return await future
+    except asyncio.CancelledError:
+      replica.abort([ticket])
+      raise
 
 
 async def generate_samples(

@@ -24,7 +24,7 @@ from areal_jax.rollout.evaluation import (
     Vote,
     evaluation_of,
 )
-from areal_jax.rollout.loop import EngineLoop
+from areal_jax.rollout.loop import EngineLoop, require_living
 from areal_jax.rollout.workflow import MemberFailed, Workflow
 from areal_jax.types import (
     Draw,
@@ -48,10 +48,12 @@ class Evaluator:
   Args:
     loops: one for each rollout replica, of swap mode 'drain': a request in
       mid-sentence never meets other weights.
+    evicts: whether the others go on without a loop that is dead for good.
   """
 
-  def __init__(self, loops: Sequence[EngineLoop]):
+  def __init__(self, loops: Sequence[EngineLoop], *, evicts: bool = True):
     self.loops = tuple(loops)
+    self._evicts = evicts
     self.client = EngineClient(self.loops)
 
   def start(self) -> None:
@@ -67,11 +69,8 @@ class Evaluator:
     return '\n  '.join(loop.explain() for loop in self.loops)
 
   def check(self) -> None:
-    """Raises what ended a loop, if one has ended."""
-    for loop in self.loops:
-      failure = loop.failure()
-      if failure is not None:
-        raise failure
+    """Raises what ended a loop, if too few of them live to go on."""
+    require_living(self.loops, self._evicts)
 
   async def evaluate(
       self,
@@ -104,13 +103,14 @@ class Evaluator:
       TimeoutError: no answer came for so long; says whose is missing.
       ValueError: no problem, or no answer could be scored.
       RuntimeError: an answer came from another version.
-      EngineStopped: a loop ended before it had answered.
+      EngineStopped: all loops ended before everything was answered.
     """
     if not problems:
       raise ValueError('0 evaluation problems, wanted at least 1')
     for loop, params in zip(self.loops, weights, strict=True):
       loop.set_weights(version, params, lambda taken: None)
-    slots = sum(loop.engine.settings.slots for loop in self.loops)
+    living = [loop for loop in self.loops if loop.health() != 'dead']
+    slots = sum(loop.engine.settings.slots for loop in living or self.loops)
     room = asyncio.Semaphore(_WAITING_PER_SLOT * slots)
     total = len(problems) * settings.samples
     answers: list[Answer] = []

@@ -31,10 +31,12 @@ class FailureSettings:
     workflow: any other exception while an answer is made; 'drop' hides faults
       of one's own code, all but its count.
     engine: an engine's thread that died. 'restart': it is started again with
-      its current weights, and its requests begin again; 'stop': the run ends.
+      its current weights, and its requests begin again; one that has used up
+      its restarts is evicted: the other replicas answer its requests, and the
+      run ends when none is left. 'stop': the run ends.
     retries: times that one answer is tried again.
     engine_restarts: times that one engine is started again in a run; the next
-      death ends it.
+      death is its last.
     breaker_answers: how many of the last answers the circuit breaker looks at;
       it waits until there are so many.
     breaker_ratio: share of them without a score that ends the run.
@@ -66,6 +68,11 @@ class FailureSettings:
   def restarts(self) -> int:
     """Times that an engine may be started again."""
     return self.engine_restarts if self.engine == 'restart' else 0
+
+  @property
+  def evicts(self) -> bool:
+    """Whether the run goes on without an engine that is dead for good."""
+    return self.engine == 'restart'
 
 
 class TooManyFailures(RuntimeError):

@@ -89,6 +89,14 @@ class _Stops(Exception):
   """The loop shall end in the middle of a wait."""
 
 
+class Ticket:
+  """Stands for one submitted request, whatever its id is.
+
+  Ids come again: a request that is asked once more after a time limit has the
+  id of the one that was given up. So what is aborted is named by its ticket.
+  """
+
+
 @dataclasses.dataclass(frozen=True)
 class Weights:
   """A version and its parameters on this replica's mesh, never apart."""
@@ -106,6 +114,7 @@ class _Running:
   """A request with what it has said so far, dispatch by dispatch."""
 
   request: Request
+  ticket: Ticket  # the same one when it begins anew
   answer: Callable[[Completion | BaseException], None]
   stops: StopStrings | None  # None if it has no stop strings
   since: float  # monotonic second at which it was asked, or begun anew
@@ -227,7 +236,7 @@ class EngineLoop:
     self._forget = False
     self._taking = None  # what was pending, until it has been swapped in
     self._newest = -1
-    self._aborts: set[str] = set()
+    self._aborts: set[Ticket] = set()
     self._stopping = False
     # Owned by the thread.
     self._weights: Weights | None = None
@@ -264,8 +273,11 @@ class EngineLoop:
       self,
       request: Request,
       answer: Callable[[Completion | BaseException], None],
-  ) -> None:
+  ) -> Ticket:
     """Queues a request; `answer` is called once, from the loop's thread.
+
+    Returns:
+      What `abort` needs to end this request.
 
     Raises:
       ValueError: the engine's shapes cannot serve it, or it has stop strings
@@ -273,25 +285,35 @@ class EngineLoop:
       EngineStopped: the loop has ended.
     """
     self.engine.check(request)
-    running = self._started(request, answer)
+    running = self._started(request, Ticket(), answer)
     with self._wake:
       if self._stopping:
-        raise EngineStopped(f'engine {self.name} no longer takes requests')
+        raise EngineStopped(
+            f'engine {self.name} no longer takes requests'
+        ) from self._failure
       self._queue.append(running)
       self._wake.notify()
+    return running.ticket
 
-  def abort(self, request_ids: Sequence[str]) -> None:
-    """Ends requests now; each answers with what it has, reason `aborted`."""
+  def abort(self, tickets: Sequence[Ticket]) -> None:
+    """Ends requests now; each answers with what it has, reason `aborted`.
+
+    A request that has ended already is left alone, and so is another one of the
+    same id.
+    """
     with self._wake:
-      self._aborts.update(request_ids)
+      self._aborts.update(tickets)
       self._wake.notify()
 
   def set_weights(
       self, version: int, params: Params, swapped: Callable[[int], None]
   ) -> None:
-    """Hands over new weights; the newest wins. `swapped` acknowledges them."""
+    """Hands over new weights; the newest wins. `swapped` acknowledges them.
+
+    A loop that is dead takes none, so it holds no version for nobody.
+    """
     with self._wake:
-      if version < self._newest:
+      if version < self._newest or self._stopping:
         return
       self._newest = version
       self._pending = (Weights(version, params), swapped)
@@ -443,13 +465,13 @@ class EngineLoop:
       aborts, self._aborts = self._aborts, set()
       if not aborts:
         return
-      waiting = [r for r in self._queue if r.request.request_id in aborts]
-      kept = [r for r in self._queue if r.request.request_id not in aborts]
+      waiting = [r for r in self._queue if r.ticket in aborts]
+      kept = [r for r in self._queue if r.ticket not in aborts]
       self._queue = collections.deque(kept)
     slots = [
         s
         for s, r in enumerate(self._slots)
-        if r is not None and r.request.request_id in aborts
+        if r is not None and r.ticket in aborts
     ]
     if slots:
       with self._devices(engine_lib.RELEASE):
@@ -552,12 +574,17 @@ class EngineLoop:
       waiting = stopped + list(self._queue)
       self.counts.restarted_tokens += sum(map(len, waiting))
       self._queue = collections.deque(
-          self._started(r.request, r.answer) if r.said else r for r in waiting
+          self._anew(r) if r.said else r for r in waiting
       )
+
+  def _anew(self, running: _Running) -> _Running:
+    """The same request, which has said nothing yet."""
+    return self._started(running.request, running.ticket, running.answer)
 
   def _started(
       self,
       request: Request,
+      ticket: Ticket,
       answer: Callable[[Completion | BaseException], None],
   ) -> _Running:
     """A request that has said nothing yet."""
@@ -568,7 +595,7 @@ class EngineLoop:
           f' {self.name} has no tokenizer to read its answers with'
       )
     stops = StopStrings(request.sampling, self.tokenizer) if strings else None
-    return _Running(request, answer, stops, time.monotonic())
+    return _Running(request, ticket, answer, stops, time.monotonic())
 
   def _admit(self) -> None:
     """Puts waiting requests into free slots, as far as there are pages."""
@@ -941,40 +968,56 @@ class EngineLoop:
     with self._wake:
       if cause is not None:
         self.counts.deaths += 1
+        self.last_death = f'{type(cause).__name__}: {cause}'
         if not self._stopping and self.counts.deaths <= self.restarts:
-          self._begin_anew(cause)
+          self._begin_anew()
           return
       self._stopping = True
       self._failure = cause
-      self._state = None  # the last evaluation has the room of its cache
+      # The last evaluation has the room of its cache, and of its weights.
+      self._state = self._weights = self._pending = self._taking = None
       waiting = list(self._queue) + [r for r in self._slots if r is not None]
       self._queue.clear()
+    if cause is not None:
+      self._tell_death('evict')
     self._hand_out()
     error = EngineStopped(f'engine {self.name} ended')
     error.__cause__ = cause
     for running in waiting:
       running.answer(error)
 
-  def _begin_anew(self, cause: BaseException) -> None:
-    """Starts the thread again; `_wake` is held, so that nobody stops it."""
-    self.last_death = f'{type(cause).__name__}: {cause}'
+  def _tell_death(self, kind: str) -> None:
     self.events.instant(
-        'restart',
+        kind,
         self._lane_of('generate'),
         reason=self.last_death,
         deaths=self.counts.deaths,
     )
+
+  def _begin_anew(self) -> None:
+    """Starts the thread again; `_wake` is held, so that nobody stops it."""
+    self._tell_death('restart')
     self._pending = self._pending or self._taking
     self._state = self._taking = None
     self._cache = self._empty_cache()
     running = [r for r in self._slots if r is not None]
     self._slots = [None] * len(self._slots)
     self.counts.restarted_tokens += sum(map(len, running))
-    self._queue.extendleft(
-        self._started(r.request, r.answer) for r in reversed(running)
-    )
+    self._queue.extendleft(self._anew(r) for r in reversed(running))
     self._thread = self._executor.submit(self._run)
     self._thread.add_done_callback(self._ended)
+
+
+def require_living(loops: Sequence[EngineLoop], evicts: bool) -> None:
+  """Raises what ended an engine loop, if the others may not go on without it.
+
+  Args:
+    loops: the replicas.
+    evicts: whether the others go on as long as one of them lives.
+  """
+  failures = [f for f in (loop.failure() for loop in loops) if f is not None]
+  if failures and (not evicts or len(failures) == len(loops)):
+    raise failures[0]
 
 
 def _others() -> contextlib.AbstractContextManager:

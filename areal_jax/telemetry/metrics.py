@@ -652,7 +652,15 @@ _FLOW = (
         'engine_deaths',
         'deaths',
         'Times since this start of the process that the thread of an engine'
-        ' died and began anew.',
+        ' died, those that evaluate included.',
+        0.0,
+        0.0,
+    ),
+    Metric(
+        'engines_evicted',
+        'engines',
+        'Engines, those that evaluate included, that are dead for good: the'
+        ' others answer their requests.',
         0.0,
         0.0,
     ),

@@ -41,16 +41,22 @@ class Replica:
     self.load += 1
     loop = asyncio.get_running_loop()
 
+    ticket = object()
+
     def done():
       self.load -= 1
-      del self.timers[request.request_id]
+      del self.timers[ticket]
       answer(request)
 
-    self.timers[request.request_id] = loop.call_later(self.seconds(), done)
+    self.timers[ticket] = loop.call_later(self.seconds(), done)
+    return ticket
 
-  def abort(self, request_ids):
-    for name in request_ids:
-      timer = self.timers.pop(name, None)
+  def health(self):
+    return 'busy'
+
+  def abort(self, tickets):
+    for ticket in tickets:
+      timer = self.timers.pop(ticket, None)
       if timer is not None:
         timer.cancel()
         self.load -= 1
@@ -192,6 +198,7 @@ def test_a_thousand_operations_on_real_loops_end():
   weights = [tiny.params(0), tiny.params(1)]
   chosen = random.Random(0)
   lock, asked, answered, longest = threading.Lock(), 0, [], 0.0
+  tickets = []
   for loop in loops:
     loop.set_weights(0, weights[0], lambda taken: None)
     loop.start()
@@ -208,10 +215,12 @@ def test_a_thousand_operations_on_real_loops_end():
         with lock:
           answered.append(outcome)
 
-      loop.submit(request, answer)
+      tickets.append((loop, loop.submit(request, answer)))
       asked += 1
     elif operation == 'abort':
-      loop.abort([f'{chosen.randrange(number + 1)}'])
+      if tickets:
+        loop, ticket = chosen.choice(tickets)
+        loop.abort([ticket])
     else:
       loop.explain()
     longest = max(longest, time.monotonic() - start)

@@ -16,7 +16,12 @@ from areal_jax.rollout import engine as engine_lib
 from areal_jax.rollout import loop as loop_lib
 from areal_jax.rollout.client import EngineClient, echoed, generate_samples
 from areal_jax.rollout.engine import Engine, EngineSettings
-from areal_jax.rollout.loop import EngineLoop, EngineStopped
+from areal_jax.rollout.loop import (
+    EngineLoop,
+    EngineStopped,
+    Ticket,
+    require_living,
+)
 from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.rollout.workflow import answer_of
 from areal_jax.telemetry.compilations import CompilationCounter
@@ -68,10 +73,13 @@ class Running:
     self.loop.set_weights(version, params, self.swaps.append)
 
   def submit(self, *requests):
-    for request in requests:
-      self.loop.submit(
-          request, lambda outcome, r=request: self._answer(r, outcome)
-      )
+    """Tickets of the requests, in their order."""
+    return [
+        self.loop.submit(
+            request, lambda outcome, r=request: self._answer(r, outcome)
+        )
+        for request in requests
+    ]
 
   def _answer(self, request, outcome):
     self.on_answer(outcome)
@@ -426,10 +434,10 @@ def test_aborted_request_answers_with_what_it_has(engine):
 
     def give_up(completion):
       if completion.request_id == 'short':
-        running.loop.abort(['long', 'never heard of'])
+        running.loop.abort([long, Ticket()])  # and one of nobody's
 
     running.on_answer = give_up
-    running.submit(
+    long, _ = running.submit(
         tiny.request('long', new=60), tiny.request('short', new=4, draw=5)
     )
     answers = running.wait(2)
@@ -437,6 +445,71 @@ def test_aborted_request_answers_with_what_it_has(engine):
     assert 4 <= len(answers['long'].ids) < 60
     running.submit(tiny.request('next', new=5, draw=6))
     assert len(running.wait(3)['next'].ids) == 5
+
+
+def test_request_asked_again_under_its_id_is_not_aborted_with_the_first(
+    engine, free
+):
+  """The first one is given up, and the loop has not looked yet."""
+  request = tiny.request('again', new=20)
+  answers = []
+  with Running(engine, weights=False) as running:
+    first = running.loop.submit(request, answers.append)
+    with running.loop._wake:  # the loop sees all of it at once
+      running.loop.abort([first])
+      running.submit(request)
+    running.set_weights(0)
+    answer = running.wait(1)['again']
+  assert [a.stop_reason for a in answers] == [StopReason.ABORTED]
+  assert answer.stop_reason is StopReason.LENGTH
+  assert answer.ids.tolist() == free['0'].ids.tolist()
+
+
+@pytest.mark.parametrize('timeouts', [6])
+def test_request_that_timed_out_is_answered_when_asked_again(
+    engine, free, timeouts
+):
+  request = tiny.request('again', new=20)
+
+  async def ask():
+    client = EngineClient([running.loop])
+    for _ in range(timeouts):
+      waiting = asyncio.ensure_future(client.generate(request))
+      await asyncio.sleep(0)
+      waiting.cancel()
+      await asyncio.wait([waiting])
+      yield await client.generate(request)
+
+  async def ask_all():
+    return [answer async for answer in ask()]
+
+  with Running(engine) as running:
+    answers = asyncio.run(ask_all())
+  for answer in answers:
+    assert answer.stop_reason is StopReason.LENGTH
+    assert answer.ids.tolist() == free['0'].ids.tolist()
+
+
+def test_ticket_outlives_a_new_beginning(engine):
+  """What began anew, on new weights, is still the request of its ticket."""
+  running = Running(engine, 'restart', weights=False)
+  with running:
+
+    def swapped(version):
+      running.swaps.append(version)
+      running.loop.abort([ticket])
+
+    def bring(outcome):
+      if outcome.request_id == 'short':
+        params = jax.block_until_ready(tiny.params(1, on=engine.mesh))
+        running.loop.set_weights(1, params, swapped)
+
+    running.on_answer = bring
+    ticket, _ = running.submit(
+        tiny.request('long', new=60), tiny.request('short', new=4, draw=5)
+    )
+    running.set_weights(0)
+    assert running.wait(2)['long'].stop_reason is StopReason.ABORTED
 
 
 def test_dead_engine_answers_everyone_with_the_cause(engine):
@@ -612,6 +685,72 @@ def test_client_spreads_draws_and_keeps_groups_together(engine):
       'engine/0',
       'engine/1',
   }
+
+
+def ask_client(client, requests):
+  async def ask():
+    return await asyncio.gather(
+        *(client.generate(request) for request in requests),
+        return_exceptions=True,
+    )
+
+  return asyncio.run(ask())
+
+
+def test_dead_replica_gets_no_request_beside_a_living_one(engine, free):
+  dead, alive = Running(Dying(engine, 'init_decode_state', {1})), None
+  with dead:
+    dead.submit(tiny.request('kills'))
+    dead.wait(1)
+    assert dead.loop.health() == 'dead' and dead.loop.load == 0
+    with Running(engine) as alive:
+      client = EngineClient([dead.loop, alive.loop])
+      requests = [tiny.request(f'{d}', new=20, draw=d) for d in range(4)]
+      answers = ask_client(client, requests)
+      require_living([dead.loop, alive.loop], evicts=True)
+      with pytest.raises(ConnectionError, match='init_decode_state'):
+        require_living([dead.loop, alive.loop], evicts=False)
+  for d, answer in enumerate(answers):
+    assert answer.ids.tolist() == free[f'{d}'].ids.tolist()
+
+
+def test_requests_of_a_replica_that_dies_are_answered_by_another(engine, free):
+  """Each group stays together, and says what it would have said."""
+  dying = Dying(engine, 'generate_steps', {2})
+  with Running(dying) as one, Running(engine) as two:
+    two.loop.name = '1'
+    client = EngineClient([one.loop, two.loop])
+    requests = [tiny.request(f'{d}', new=20, draw=d) for d in range(4)]
+    answers = ask_client(client, requests)
+    assert one.loop.failure() is not None and one.events.count('evict') == 1
+  assert [a.weight_source for a in answers] == ['engine/1'] * 4
+  for d, answer in enumerate(answers):
+    assert answer.ids.tolist() == free[f'{d}'].ids.tolist()
+
+
+def test_last_replica_that_dies_answers_with_its_cause(engine):
+  with (
+      Running(Dying(engine, 'generate_steps', {1})) as one,
+      Running(Dying(engine, 'generate_steps', {2})) as two,
+  ):
+    client = EngineClient([one.loop, two.loop])
+    requests = [tiny.request(f'{d}', new=20, draw=d) for d in range(4)]
+    answers = ask_client(client, requests)
+    assert all(isinstance(a, EngineStopped) for a in answers)
+    assert all(isinstance(a.__cause__, ConnectionError) for a in answers)
+    with pytest.raises(ConnectionError):
+      require_living([one.loop, two.loop], evicts=True)
+    # And a request that comes later is told the cause, too.
+    (late,) = ask_client(client, [tiny.request('late')])
+    assert isinstance(late.__cause__, ConnectionError)
+
+
+def test_dead_loop_holds_no_weights(engine):
+  with Running(Dying(engine, 'generate_steps', {1})) as running:
+    running.submit(tiny.request())
+    running.wait(1)
+    running.set_weights(1)
+    assert running.loop._weights is None and running.loop._pending is None
 
 
 def test_request_that_does_not_fit_is_refused_at_the_client(engine):
