@@ -3,9 +3,10 @@
 The quickstart's model trains under random `kill -9`, rewards that hang, crash
 and raise, reward workers that are killed, engines that die and hang, a slow
 disk and corrupted checkpoints, once under each staleness policy. Then the books
-are audited from the files that are left, and one JSON line says what was found:
+are audited from the files that are left, and the table of all benchmarks says
+what was found:
 
-  faults            injected, by kind
+  fault: KIND       faults injected, a row for each kind
   lost              problems drawn that are neither trained, dropped with a
                     reason nor in flight: 0
   repeated          draws that are in two of these, or trained twice: 0
@@ -29,6 +30,8 @@ import subprocess
 import sys
 import tempfile
 import time
+
+from benchmarks import report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 POLICIES = ('soft', 'drop', 'fifo', 'mask')
@@ -235,7 +238,32 @@ def explained(events, faults):
   return waits, unexplained
 
 
+# What has to be 0.
+BARS = ('lost', 'repeated', 'bound_violations', 'unexplained_waits')
+
+
+def figures(found, faults, attempts, seconds):
+  """The rows of the report.
+
+  Args:
+    found: what `audit` counted, summed over the policies.
+    faults: number of injected faults by kind.
+    attempts: processes started.
+    seconds: that it all took.
+  """
+  counts = [
+      report.bounded(name, value, '<= 0')
+      if name in BARS
+      else report.Row(name, value)
+      for name, value in found.items()
+  ]
+  kinds = [report.Row(f'fault: {k}', n) for k, n in sorted(faults.items())]
+  spent = [report.Row('seconds', seconds), report.Row('attempts', attempts)]
+  return [*counts, *kinds, *spent]
+
+
 def main():
+  """Prints the table and the JSON line; returns 1 if a bar is not met."""
   parser = argparse.ArgumentParser(description=__doc__.split('\n', 1)[0])
   parser.add_argument('--short', action='store_true', help='two minutes')
   parser.add_argument('--seconds', type=float, default=100.0)
@@ -260,20 +288,10 @@ def main():
       found = audit(chaos.run, chaos.log, policy, 2.0)
       print(policy, found, file=sys.stderr)
       total.update(found)
-  print(
-      json.dumps(
-          {
-              'benchmark': 'chaos',
-              'policies': list(policies),
-              'seconds': round(time.monotonic() - start, 1),
-              'attempts': attempts,
-              'faults': dict(sorted(faults.items())),
-              **total,
-          }
-      )
-  )
-  bad = ('lost', 'repeated', 'bound_violations', 'unexplained_waits')
-  return int(any(total[name] for name in bad))
+  seconds = round(time.monotonic() - start, 1)
+  found = figures(total, faults, attempts, seconds)
+  report.show('chaos', found)
+  return int(not all(row.met for row in found))
 
 
 if __name__ == '__main__':

@@ -36,3 +36,13 @@ def test_message_that_names_another_fault_explains_nothing():
 def test_silence_without_a_wait_counts_as_none():
   events = [event('admit', 0.0), *(event('step', float(t)) for t in range(9))]
   assert chaos.explained(events, []) == (0, 0)
+
+
+def test_what_was_found_has_a_bar_where_it_has_to_be_0():
+  found = {'steps': 7, 'lost': 0, 'repeated': 2, 'bound_violations': 0}
+  rows = chaos.figures(found, {'kill': 3}, attempts=4, seconds=60.5)
+  assert {row.row: row.value for row in rows} == {
+      **found, 'fault: kill': 3, 'seconds': 60.5, 'attempts': 4,
+  }  # fmt: skip
+  bars = {row.row: row.met for row in rows if row.bar}
+  assert bars == {'lost': True, 'repeated': False, 'bound_violations': True}

@@ -1,10 +1,44 @@
 """The form that benchmarks report in."""
 
+import ast
 import json
+import pathlib
 
 import pytest
 
 from benchmarks import report
+
+FOLDER = pathlib.Path(report.__file__).parent
+
+
+def calls(node: ast.AST) -> list[str]:
+  return [
+      ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)
+  ]
+
+
+def commands() -> list[str]:
+  """Names of the files that are benchmarks of their own: `main` is started."""
+  parts = ('chaos_child',)  # started by another benchmark
+  found = []
+  for path in sorted(FOLDER.glob('*.py')):
+    if "__name__ == '__main__'" in path.read_text() and path.stem not in parts:
+      found.append(path.stem)
+  return found
+
+
+@pytest.mark.parametrize('name', commands())
+def test_every_benchmark_reports_in_the_one_form(name):
+  """Its `main` shows rows, or has `serving` do so, and writes no JSON itself."""
+  tree = ast.parse((FOLDER / f'{name}.py').read_text())
+  (main,) = (
+      node
+      for node in tree.body
+      if isinstance(node, ast.FunctionDef) and node.name == 'main'
+  )
+  shown = [c for c in calls(main) if c in ('report.show', 'serving.show_parts')]
+  assert len(shown) == 1
+  assert 'json.dumps' not in calls(main)
 
 
 def test_last_line_is_json_of_the_stated_form(capsys):
