@@ -29,7 +29,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize('name', commands())
 def test_every_benchmark_reports_in_the_one_form(name):
-  """Its `main` shows rows, or has `serving` do so, and writes no JSON itself."""
+  """Its `main` shows rows once, or has `serving` do so; it writes no JSON."""
   tree = ast.parse((FOLDER / f'{name}.py').read_text())
   (main,) = (
       node
