@@ -594,8 +594,11 @@ def test_a_task_is_refused(refused, changes, words):
         ),
         case(
             'rows_that_do_not_divide_over_two_axes',
-            {'mesh.train.data': 2, 'mesh.train.fsdp': 2,
-             'train.packing.rows': 6},
+            {
+                'mesh.train.data': 2,
+                'mesh.train.fsdp': 2,
+                'train.packing.rows': 6,
+            },
             'config.train.packing.rows is 6, wanted a multiple of'
             ' mesh.train.data=2 · fsdp=2',
         ),
@@ -607,8 +610,12 @@ def test_a_task_is_refused(refused, changes, words):
         ),
         case(
             'experts_that_do_not_divide',
-            {'policy.model.family': 'mixtral', 'policy.model.moe.experts': 3,
-             'policy.model.moe.width': 8, 'mesh.train.expert': 2},
+            {
+                'policy.model.family': 'mixtral',
+                'policy.model.moe.experts': 3,
+                'policy.model.moe.width': 8,
+                'mesh.train.expert': 2,
+            },
             'config.mesh.train.expert is 2, wanted a divisor of the policy'
             "'s moe.experts=3",
         ),

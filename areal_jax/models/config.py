@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import sys
-from typing import Any, Callable, Literal, Mapping
+from typing import Any, Callable, Literal, Mapping, NamedTuple
 
 import numpy as np
 
@@ -422,6 +422,8 @@ class Family:
       names there. A field that `_DEFAULTS` lacks is read and written for the
       families that name it here, and for no other.
     slides: which layers do; None if no policy of the family has a window.
+    counts_stretch: whether `max_position_embeddings` of its files is the length
+      after linear scaling, not before it.
     tensors: published names, by the last part of our path, that differ from
       those in `hf.ROWS`.
   """
@@ -430,6 +432,7 @@ class Family:
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   slides: Slides | None = None
+  counts_stretch: bool = False
   tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -524,6 +527,7 @@ FAMILIES: dict[str, Family] = {
             'rope_local_base_freq': 10_000.0,
         },
         slides=functools.partial(_all_but_each, 6),
+        counts_stretch=True,
         tensors=_GEMMA_TENSORS,
     ),
     'mixtral': Family(
@@ -601,10 +605,7 @@ def config_from_hf(
   heads = _size(fields, 'num_attention_heads', None, at)
   width = _size(fields, 'hidden_size', None, at)
   act = _activation_field(family)
-  theta, sliding_theta, scaling = _rope(hf, fields, at, family)
-  max_length = _size(fields, 'max_position_embeddings', None, at)
-  if scaling.kind == 'dynamic':
-    max_length = int(max_length * scaling.factor)
+  rope = _rope(hf, fields, at, family)
   window, slide = _sliding(fields, at, name, layers)
   config = ModelConfig(
       family=name,
@@ -615,15 +616,15 @@ def config_from_hf(
       kv_heads=_size(fields, 'num_key_value_heads', heads, at),
       head_size=_size(fields, 'head_dim', width // heads, at),
       mlp_width=_size(fields, 'intermediate_size', None, at),
-      max_length=max_length,
-      rope_theta=theta,
-      rope_scaling=scaling,
+      max_length=rope.max_length,
+      rope_theta=rope.theta,
+      rope_scaling=rope.scaling,
       norm_eps=_number(fields, 'rms_norm_eps', None, at),
       activation=_ACTIVATIONS[_choice(fields, act, _ACTIVATIONS, None, at)],
       tied_embeddings=_truth(fields, 'tie_word_embeddings', at),
       sliding_window=window,
       sliding_layers=slide,
-      sliding_rope_theta=sliding_theta,
+      sliding_rope_theta=rope.sliding_theta,
       moe=_moe(fields, at, family, layers),
       **{
           ours: _number(fields, theirs, None, at)
@@ -632,7 +633,7 @@ def config_from_hf(
       },
       **family.settings,
   )
-  scaling.validate(f'{at}: rope_scaling')
+  rope.scaling.validate(f'{at}: rope_scaling')
   config.validate(at)
   return config
 
@@ -661,7 +662,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
       'head_dim': config.head_size,
       'max_position_embeddings': length,
       'rope_theta': config.rope_theta,
-      'rope_scaling': _scaling_to_hf(config.rope_scaling),
+      'rope_scaling': _scaling_to_hf(config, family),
       'rms_norm_eps': config.norm_eps,
       _activation_field(family): activations[config.activation],
       'tie_word_embeddings': config.tied_embeddings,
@@ -781,13 +782,29 @@ def _moe(
   return settings
 
 
+class _Rope(NamedTuple):
+  """What a file says of rotary embeddings, and so of lengths.
+
+  Attributes:
+    theta: the base.
+    sliding_theta: that of sliding layers; 0 for the same.
+    scaling: of the layers that do not slide.
+    max_length: tokens of context that the policy is meant for.
+  """
+
+  theta: float
+  sliding_theta: float
+  scaling: RopeScaling
+  max_length: int
+
+
 def _rope(
     hf: Mapping[str, Any],
     fields: Mapping[str, Any],
     at: str,
     family: Family,
-) -> tuple[float, float, RopeScaling]:
-  """Base, base of sliding layers (0: the same) and scaling of the others."""
+) -> _Rope:
+  """Reads `rope_theta`, `rope_scaling` or `rope_parameters`, and lengths."""
   field = 'rope_parameters' if hf.get('rope_parameters') else 'rope_scaling'
   rope = {} if hf.get(field) is None else hf[field]
   require(isinstance(rope, dict), f'{at}: {field}', rope, 'an object or null')
@@ -817,16 +834,21 @@ def _rope(
   kind = rope.get('rope_type') or rope.get('type') or 'default'
   known = ['default', 'linear', 'dynamic', 'yarn', 'llama3']
   require(kind in known, f'{at}: {field}.rope_type', kind, f'one of {known}')
-  if kind == 'default':
-    return theta, local, RopeScaling()
-  number = lambda name, default: _number(parts, f'{field}.{name}', default, at)
   longest = _size(fields, 'max_position_embeddings', None, at)
+  if kind == 'default':
+    return _Rope(theta, local, RopeScaling(), longest)
+  number = lambda name, default: _number(parts, f'{field}.{name}', default, at)
   scaling = RopeScaling(kind=kind)
+  # Of the object; some files have it beside the object.
+  name, original = 'original_max_position_embeddings', None
+  if rope.get(name) is not None:
+    original = _size(parts, f'{field}.{name}', None, at)
+  elif fields.get(name) is not None:
+    original = _size(fields, name, None, at)
   if kind == 'dynamic':
     scaling.original_max_length = longest
   if kind in ('yarn', 'llama3'):
-    name = 'original_max_position_embeddings'
-    scaling.original_max_length = _size(parts, f'{field}.{name}', longest, at)
+    scaling.original_max_length = original or longest
   if kind == 'llama3':
     scaling.low_freq_factor = number('low_freq_factor', None)
     scaling.high_freq_factor = number('high_freq_factor', None)
@@ -839,7 +861,46 @@ def _rope(
     cut = f'{field}.truncate'
     scaling.truncate = _truth({cut: True, **parts}, cut, at)
   scaling.factor = number('factor', stretch)
-  return theta, local, scaling
+  length = _stretched(longest, original, scaling, family.counts_stretch)
+  return _Rope(theta, local, scaling, length)
+
+
+def _stretched(
+    longest: int,
+    original: int | None,
+    scaling: RopeScaling,
+    counts_stretch: bool,
+) -> int:
+  """Tokens of context that a policy with scaled embeddings is meant for.
+
+  `max_position_embeddings` is the length before scaling in some files and the
+  length after it in others. By `rope_type` the context is
+
+  * dynamic: `max_position_embeddings` · factor, as transformers defines it;
+  * linear: the same, but for families whose files count the stretch;
+  * yarn: original · factor, or `max_position_embeddings` if that is more. The
+    cards of Qwen2.5 and Qwen3 tell their readers to add the scaling and to
+    leave the number alone (https://huggingface.co/Qwen/Qwen3-8B);
+  * llama3: `max_position_embeddings`, which is less than original · factor in
+    Llama 3.2. Where the two lengths are equal, the scaling was added to a file
+    that does not count it, and the factor does.
+
+  Args:
+    longest: `max_position_embeddings`.
+    original: `original_max_position_embeddings`; None if the file has none.
+    scaling: what else the file says.
+    counts_stretch: see `Family`.
+  """
+  if scaling.kind == 'dynamic':
+    return int(longest * scaling.factor)
+  if original is None:
+    added = scaling.kind == 'yarn'
+    added = added or scaling.kind == 'linear' and not counts_stretch
+    return int(longest * scaling.factor) if added else longest
+  # A file with less than the original length means it: nobody cuts by chance.
+  added = longest == original
+  added = added or longest > original and scaling.kind != 'llama3'
+  return max(longest, int(original * scaling.factor)) if added else longest
 
 
 _YARN = (
@@ -986,13 +1047,20 @@ def _sliding_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
   return described
 
 
-def _scaling_to_hf(rope: RopeScaling) -> dict[str, Any] | None:
+def _scaling_to_hf(
+    config: ModelConfig, family: Family
+) -> dict[str, Any] | None:
+  rope = config.rope_scaling
   if rope.kind == 'none':
     return None
   described: dict[str, Any] = {'rope_type': rope.kind, 'factor': rope.factor}
   if rope.kind in ('yarn', 'llama3'):
     length = rope.original_max_length
     described['original_max_position_embeddings'] = length
+  if rope.kind == 'linear' and not family.counts_stretch:
+    # Says that `max_position_embeddings` is the length after scaling.
+    before = max(1, int(config.max_length / rope.factor))
+    described['original_max_position_embeddings'] = before
   if rope.kind == 'llama3':
     described['low_freq_factor'] = rope.low_freq_factor
     described['high_freq_factor'] = rope.high_freq_factor

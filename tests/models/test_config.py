@@ -185,6 +185,48 @@ def test_scalings_are_read_with_what_they_leave_unsaid():
   assert dynamic.max_length == 1024
 
 
+ORIGINAL = 'original_max_position_embeddings'
+
+
+@pytest.mark.parametrize(
+    'longest, rope, tokens',
+    [
+        # As the cards of Qwen2.5 and Qwen3 write it, in both spellings.
+        (64, {'type': 'yarn', 'factor': 4.0, ORIGINAL: 64}, 256),
+        (80, {'rope_type': 'yarn', 'factor': 4.0, ORIGINAL: 64}, 256),
+        (64, {'rope_type': 'yarn', 'factor': 4.0}, 256),
+        (256, {'rope_type': 'yarn', 'factor': 4.0, ORIGINAL: 64}, 256),
+        (256, {'rope_type': 'yarn', 'factor': 2.0, ORIGINAL: 64}, 256),
+        (64, {'rope_type': 'linear', 'factor': 4.0}, 256),
+        (256, {'rope_type': 'linear', 'factor': 4.0, ORIGINAL: 64}, 256),
+        (64, {'rope_type': 'linear', 'factor': 4.0, ORIGINAL: 64}, 256),
+        (64, {'rope_type': 'dynamic', 'factor': 4.0}, 256),
+        # Llama 3.2 is meant for half of original times factor.
+        (128, {**LLAMA3, 'factor': 8.0, ORIGINAL: 32}, 128),
+        (32, {**LLAMA3, 'factor': 8.0, ORIGINAL: 32}, 256),
+    ],
+)
+@pytest.mark.parametrize('field', ['rope_scaling', 'rope_parameters'])
+def test_the_length_counts_the_factor_once(field, longest, rope, tokens):
+  file = {**LLAMA, 'max_position_embeddings': longest, field: rope}
+  assert config_from_hf(file).max_length == tokens
+
+
+def test_an_original_length_beside_the_scaling_is_read():
+  rope = {'rope_type': 'yarn', 'factor': 4.0}
+  length = {'max_position_embeddings': 80, ORIGINAL: 64}
+  read = config_from_hf({**LLAMA, **length, 'rope_scaling': rope})
+  assert read.rope_scaling.original_max_length == 64
+  assert read.max_length == 256
+
+
+def test_gemma_3_counts_what_its_scaling_adds():
+  rope = {'rope_type': 'linear', 'factor': 8.0}
+  length = {'max_position_embeddings': 128, 'rope_scaling': rope}
+  gemma = {**LLAMA, 'model_type': 'gemma3_text', 'hidden_act': None}
+  assert config_from_hf({**gemma, **length}).max_length == 128
+
+
 def test_rope_is_read_in_both_spellings():
   old = config_from_hf({**LLAMA, 'rope_theta': 5e5, 'rope_scaling': LLAMA3})
   new = config_from_hf(
