@@ -26,6 +26,19 @@ import math
 import re
 from typing import Mapping
 
+from areal_jax.compile_check.hlo_text import (
+    COMPUTATION,
+    INSTRUCTION,
+    NUMBERS,
+    Instruction,
+    braced,
+    call_target,
+    channel_of,
+    group_size,
+    read_instruction,
+    window_sizes,
+)
+
 # Kinds by the name of their instruction, asynchronous ones begin with '-start'.
 COLLECTIVES = (
     'all-gather',
@@ -65,12 +78,7 @@ _FREE = frozenset(
         'tuple',
     )
 )
-_ARRAY = re.compile(r'([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?')
-_HEAD = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$')
-_LINE = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = (.*)$')
-_NAME = re.compile(r'%([\w.\-]+)')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_NUMBERS = re.compile(r'\d+')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,50 +128,6 @@ class Cost:
     return sum(each.sent for each in self.collectives)
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
-  """One array of an instruction's result."""
-
-  dtype: str
-  sizes: tuple[int, ...]
-  is_fast: bool  # it lies in a memory faster than HBM
-
-  @property
-  def elements(self) -> int:
-    return math.prod(self.sizes)
-
-  @property
-  def bytes(self) -> float:
-    return self.elements * _bits(self.dtype) / 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-  """One line of a computation: `name = arrays op(operands), attributes`."""
-
-  name: str
-  op: str
-  arrays: tuple[Array, ...]
-  operands: tuple[str, ...]
-  attributes: str
-  arguments: str
-  is_root: bool
-
-  @property
-  def bytes(self) -> float:
-    """Of its result in HBM."""
-    return sum(array.bytes for array in self.arrays if not array.is_fast)
-
-  def called(self, *names: str) -> list[str]:
-    """Computations that these attributes name."""
-    found = []
-    for name in names:
-      match = re.search(rf'\b{name}=(\{{[^}}]*\}}|%?[\w.\-]+)', self.attributes)
-      if match:
-        found += re.findall(r'%?([\w.\-]+)', match[1])
-    return found
-
-
 def cost(text: str, grouped: float = 1.0) -> Cost:
   """Reads the text of a compiled module, `compiled.as_text()`.
 
@@ -186,15 +150,15 @@ class _Module:
     self._entry = ''
     current: dict[str, Instruction] = {}
     for line in text.splitlines():
-      head = _HEAD.match(line)
+      head = COMPUTATION.match(line)
       if head:
         current = self._computations.setdefault(head[2], {})
         if head[1]:
           self._entry = head[2]
         continue
-      found = _LINE.match(line)
+      found = INSTRUCTION.match(line)
       if found:
-        instruction = _instruction(found[2], found[3], bool(found[1]))
+        instruction = read_instruction(found[2], found[3], bool(found[1]))
         current[instruction.name] = instruction
     if not self._entry:
       raise ValueError('a module without an ENTRY computation, wanted one')
@@ -270,7 +234,7 @@ class _Module:
     elif op == 'custom-call' and _GROUPED in each.attributes:
       sums.flops += self._grouped_product(computation, each)
     elif op == 'custom-call':
-      target = _target(each)
+      target = call_target(each)
       if target in KERNELS:
         sums.kernels[target] += 1
       if target in KERNELS or target in _HELPERS:
@@ -281,7 +245,7 @@ class _Module:
       kind = op.removesuffix('-start')
       if kind in COLLECTIVES:
         size = self._size(computation, each)
-        sums.collectives[_channel(each), kind, _group(each), size] += 1
+        sums.collectives[channel_of(each), kind, group_size(each), size] += 1
     if not fused:
       sums.bytes += self._bytes(computation, each)
     return sums
@@ -347,7 +311,7 @@ class _Module:
     )
     if each.op == 'dot':
       match = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', each.attributes)
-      axes = [int(n) for n in _NUMBERS.findall(match[1])] if match else []
+      axes = [int(n) for n in NUMBERS.findall(match[1])] if match else []
       contracted = math.prod(left[axis] for axis in axes)
       return 2.0 * each.arrays[0].elements * contracted
     return _convolution(each, left, right)
@@ -492,80 +456,6 @@ def ring_bytes(kind: str, group: int, size: float) -> float:
   return share * size
 
 
-def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
-  """Reads what stands behind the `=`: type, op(operands), attributes."""
-  end = _closing(rest, 0) + 1 if rest.startswith('(') else rest.index(' ')
-  kind, rest = rest[:end], rest[end:].lstrip()
-  start = rest.index('(')
-  op, end = rest[:start], _closing(rest, start)
-  arguments, attributes = rest[start + 1 : end], rest[end + 1 :]
-  arrays = tuple(
-      Array(
-          dtype,
-          tuple(int(n) for n in _NUMBERS.findall(sizes)),
-          re.search(r'S\([1-9]\d*\)', layout or '') is not None,
-      )
-      for dtype, sizes, layout in _ARRAY.findall(kind)
-  )
-  named = op not in ('constant', 'parameter')
-  operands = tuple(_NAME.findall(arguments)) if named else ()
-  return Instruction(name, op, arrays, operands, attributes, arguments, is_root)
-
-
-def _closing(text: str, start: int) -> int:
-  """Where the bracket that opens at `start` closes."""
-  depth = 0
-  for place in range(start, len(text)):
-    if text[place] == '(':
-      depth += 1
-    elif text[place] == ')':
-      depth -= 1
-      if not depth:
-        return place
-  raise ValueError(f'no closing bracket in {text[:80]!r}')
-
-
-def _bits(dtype: str) -> int:
-  """Of one element: 'bf16' 16, 'f8e4m3fn' 8, 'pred' 8; tokens have none."""
-  if dtype == 'pred':
-    return 8
-  found = re.match(r'[a-z]+(\d+)', dtype)
-  return int(found[1]) if found else 0
-
-
-def _target(each: Instruction) -> str:
-  match = re.search(r'custom_call_target="([^"]*)"', each.attributes)
-  return match[1] if match else 'custom-call'
-
-
-def _channel(each: Instruction) -> str:
-  """What tells one collective from others; '' where there is none."""
-  match = re.search(r'channel_id=(\d+)', each.attributes)
-  return match[1] if match else ''
-
-
-def _group(each: Instruction) -> int:
-  """Devices of a group.
-
-  It is written as lists {{0,1},{2,3}}, as [2,2]<=[4], or as axes of a mesh:
-  mesh['axis_0'=2,'axis_1'=4] {'axis_1'}.
-  """
-  if 'collective-permute' in each.op:
-    return 2
-  mesh = re.search(
-      r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}', each.attributes
-  )
-  if mesh:
-    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
-    parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
-    return math.prod(int(part or sizes[axis]) for axis, part in parts)
-  short = re.search(r'replica_groups=\[(\d+),(\d+)\]', each.attributes)
-  if short:
-    return int(short[2])
-  match = re.search(r'replica_groups=\{\{([\d,]*)\}', each.attributes)
-  return len(_NUMBERS.findall(match[1])) if match else 1
-
-
 def _convolution(
     each: Instruction, left: tuple[int, ...], right: tuple[int, ...]
 ) -> float:
@@ -578,7 +468,7 @@ def _convolution(
   inputs, kernel, outputs = labels.groups()
   result = each.arrays[0].sizes
   window = dict(
-      re.findall(r'(\w+)=([\dx_\-]+)', _braced(each.attributes, 'window='))
+      re.findall(r'(\w+)=([\dx_\-]+)', braced(each.attributes, 'window='))
   )
   pairs = 1
   spatial = sorted(label for label in inputs if label.isdigit())
@@ -587,10 +477,10 @@ def _convolution(
         left[inputs.index(label)],
         right[kernel.index(label)],
         result[outputs.index(label)],
-        stride=_of_window(window, 'stride', place, 1),
-        low=_of_window(window, 'pad', place, 0),
-        spread=_of_window(window, 'lhs_dilate', place, 1),
-        step=_of_window(window, 'rhs_dilate', place, 1),
+        stride=window_sizes(window, 'stride', place, 1),
+        low=window_sizes(window, 'pad', place, 0),
+        spread=window_sizes(window, 'lhs_dilate', place, 1),
+        step=window_sizes(window, 'rhs_dilate', place, 1),
     )
   return (
       2.0
@@ -615,17 +505,3 @@ def _meetings(
     places = (out * stride + first for out in range(result))
     count += sum(0 <= p <= last and p % spread == 0 for p in places)
   return count
-
-
-def _of_window(
-    window: Mapping[str, str], name: str, place: int, default: int
-) -> int:
-  """The number of a dimension; of a padding 'low_high' the first."""
-  if name not in window:
-    return default
-  return int(window[name].split('x')[place].split('_')[0])
-
-
-def _braced(text: str, name: str) -> str:
-  match = re.search(rf'{name}\{{([^}}]*)\}}', text)
-  return match[1] if match else ''

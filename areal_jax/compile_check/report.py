@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from areal_jax.compile_check.check import Holding, Report
+from areal_jax.compile_check.findings import Holding, Report
 from areal_jax.compile_check.programs import Program
 
 _GIB = 2**30

@@ -12,12 +12,8 @@ import pytest
 
 from areal_jax.compile_check import report
 from areal_jax.compile_check.__main__ import Asked, main
-from areal_jax.compile_check.check import (
-    RolloutSide,
-    TrainSide,
-    advise,
-    check,
-)
+from areal_jax.compile_check.advice import advise
+from areal_jax.compile_check.check import check
 from areal_jax.compile_check.chips import has_libtpu, parse_topology
 from areal_jax.compile_check.hlo import Cost
 from areal_jax.compile_check.programs import (
@@ -26,6 +22,7 @@ from areal_jax.compile_check.programs import (
     Task,
     compile_program,
 )
+from areal_jax.compile_check.sides import RolloutSide, TrainSide
 from areal_jax.config import ConfigError
 from areal_jax.experiment import prepare_shapes
 from areal_jax.mesh.rules import Rules
