@@ -56,7 +56,9 @@ def experiment(output: str | os.PathLike, **changes: Any) -> Experiment:
           ),
       ),
       # Short rewards, which a busy machine may hold up.
-      reward=RewardSettings(timeout_s=60.0),
+      reward=RewardSettings(
+          'areal_jax.rewards.running_totals:exact', timeout_s=60.0
+      ),
       train=TrainSettings(packing=PackingSettings(row_tokens=32, rows=4)),
   )
   for name, value in changes.items():
