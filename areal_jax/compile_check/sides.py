@@ -387,6 +387,7 @@ def mesh_text(mesh: jax.sharding.Mesh) -> str:
 
 
 def count_elements(shapes: Any) -> int:
+  """Counts the elements of all arrays of a tree of shapes."""
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
