@@ -1,7 +1,8 @@
 """How every command line is read: `--config=FILE`, then its overrides.
 
 Argument strings go in, an open `Experiment` comes out (`experiment.prepare`
-checks it further). A mistake is one line on standard error and exit code 2.
+checks it further). Each mistake is one line on standard error, all of them
+together, and the exit code is 2.
 What a command does is left to the doors; a door with flags of its own defines
 them on the flag values before it has the line read. jax is imported late and
 only below a config file, because reward workers import a door again and need
@@ -22,8 +23,15 @@ from typing import Any, Callable, Sequence
 from absl import flags, logging
 from ml_collections import config_flags
 
+from areal_jax import hints
 from areal_jax.cluster.signals import Interrupted
-from areal_jax.config import ConfigError, from_dict, require, unknown_field
+from areal_jax.config import (
+    ConfigError,
+    from_dict,
+    require,
+    type_hints,
+    unknown_field,
+)
 from areal_jax.sandbox.call import call
 from areal_jax.telemetry import run_folder
 
@@ -34,6 +42,12 @@ _HELP = 'A file with get_config(), e.g. experiments/quickstart.py.'
 _WANTED = 'a Python file with get_config(), e.g. experiments/quickstart.py'
 # What flags of a type want, by the name absl has for it.
 _KINDS = {'float': 'a number', 'int': 'a whole number', 'bool': 'true or false'}
+_PARSERS = {
+    float: flags.FloatParser(),
+    int: flags.IntegerParser(),
+    bool: flags.BooleanParser(),
+}
+_HELP_FLAGS = {'help', 'h', '?', 'helpshort', 'helpfull'}
 
 
 @dataclasses.dataclass
@@ -56,14 +70,14 @@ def read_experiment(
     values: where the flags are defined and parsed.
 
   Raises:
-    flags.Error: whatever is wrong with them or with the file; names it.
+    flags.Error: whatever is wrong with them or with the file, an argument for
+      each mistake.
   """
   argv = values.read_flags_from_files(list(argv), force_gnu=False)
   files = [a for a in argv if re.match(r'--?config(=|$)', a)]
   overrides = [a for a in argv if re.match(r'--?(no)?config\.', a)]
-  missing = flags.Error(f'--config is missing, wanted {_WANTED}')
-  if overrides and not files:
-    raise missing
+  if not files:
+    raise flags.Error(f'--config is missing, wanted {_WANTED}', *_stray(argv))
   if len(files) > 1:
     raise flags.Error(f'--config is given as {files}, wanted one of them')
   config_flags.DEFINE_config_dataclass(
@@ -80,12 +94,13 @@ def read_experiment(
     found = re.match(r'flag --([\w.\[\]]+)=', str(error))
     kind = _KINDS.get(values[found[1]].flag_type()) if found else None
     raise flags.Error(f'{error}, wanted {kind}' if kind else error) from error
+  except flags.UnrecognizedFlagError as error:
+    form = _hint(_spelt(argv, error.flagname))
+    raise flags.Error(f'{error}{form}') from error
   except ValueError as error:  # what config_flags raises below a None
     raise flags.Error(error) from error
   if len(rest) > 1:
-    raise flags.Error(f'{rest[1:]} are left over, wanted only --flag=value')
-  if not files:
-    raise missing
+    raise flags.Error(*map(_left_over, rest[1:]))
   return values['config'].value
 
 
@@ -95,6 +110,7 @@ def read_flags(argv: list[str]) -> Experiment:
   Raises:
     SystemExit: with code 2, after one line that says what is wrong.
   """
+  show_help(argv)
   try:
     experiment = read_experiment(argv, flags.FLAGS)
   except flags.Error as error:
@@ -103,6 +119,33 @@ def read_flags(argv: list[str]) -> Experiment:
   if flags.FLAGS['verbosity'].using_default_value:
     logging.set_verbosity(logging.WARNING)
   return experiment
+
+
+def show_help(argv: Sequence[str], config: bool = True) -> None:
+  """Prints what a door does and its flags, if its command line asks for it.
+
+  Args:
+    argv: the program's name and its arguments.
+    config: whether the door reads settings by `--config`.
+
+  Raises:
+    SystemExit: with code 0, if the command line asks for help.
+  """
+  if not any(a.lstrip('-') in _HELP_FLAGS for a in argv[1:] if a[:1] == '-'):
+    return
+  lines = [(sys.modules['__main__'].__doc__ or '').strip(), '', 'flags:']
+  if config:
+    lines += [
+        f'  --config: {_HELP} Also the {run_folder.CONFIG} of a run.',
+        '  --config.FIELD=VALUE: Changes one setting, such as'
+        ' --config.rollout.eta=2.',
+    ]
+  for name in sorted(flags.FLAGS):
+    flag = flags.FLAGS[name]
+    if not flags.FLAGS.find_module_defining_flag(name).startswith('absl'):
+      lines.append(f'  --{name}: {flag.help} (default: {flag.value!r})')
+  print('\n'.join(lines))
+  sys.exit(0)
 
 
 def point_to_run(experiment: Experiment, folder: str) -> None:
@@ -149,10 +192,42 @@ def exit_code(work: Callable[..., Any], *args: Any) -> int:
   return 0
 
 
-def complain(error: Exception) -> int:
-  """One line for a mistake; returns the exit code of all of them."""
-  print(f'error: {" ".join(str(error).split())}', file=sys.stderr)
+def complain(error: flags.Error | ConfigError) -> int:
+  """Prints one line for each mistake; returns the exit code of all of them."""
+  for mistake in error.args or (error,):
+    print(f'error: {" ".join(str(mistake).split())}', file=sys.stderr)
   return 2
+
+
+def _stray(argv: Sequence[str]) -> list[str]:
+  """Mistakes of a line without `--config`: words that belong to no flag."""
+  values = {i + 1 for i, a in enumerate(argv) if a[:1] == '-' and '=' not in a}
+  return [
+      _left_over(word)
+      for i, word in enumerate(argv)
+      if i > 0 and i not in values and word[:1] != '-'
+  ]
+
+
+def _left_over(word: str) -> str:
+  """What to say of a word that belongs to no flag."""
+  return f'{word!r} is left over, wanted only --flag=value{_hint(word)}'
+
+
+def _hint(word: str) -> str:
+  """'; did you mean ...?' or nothing."""
+  # pylint: disable=g-import-not-at-top
+  from areal_jax.experiment import Experiment
+
+  form = hints.right_form(Experiment, word)
+  return form and f'; {form}'
+
+
+def _spelt(argv: Sequence[str], name: str) -> str:
+  """The flag of this name as it stands on the line, with its value."""
+  return next(
+      (a for a in argv if a.lstrip('-').partition('=')[0] == name), f'--{name}'
+  )
 
 
 def _load(spec: str, overrides: Sequence[str]) -> Experiment:
@@ -161,8 +236,14 @@ def _load(spec: str, overrides: Sequence[str]) -> Experiment:
     experiment = _load_json(spec)
   else:
     experiment = _load_python(spec)
+  mistakes = []
   for override in overrides:
-    _check_fields(experiment, override)
+    try:
+      _check_fields(experiment, override)
+    except flags.Error as error:
+      mistakes += error.args
+  if mistakes:
+    raise flags.Error(*mistakes)
   _use_algorithm(experiment, overrides)
   return experiment
 
@@ -205,7 +286,7 @@ def _load_json(path: str) -> Experiment:
   except (json.JSONDecodeError, UnicodeDecodeError) as error:
     raise flags.Error(f'{path} is not JSON: {error}') from error
   except ConfigError as error:
-    raise flags.Error(f'{path}: {error}') from error
+    raise flags.Error(*(f'{path}: {m}' for m in error.mistakes)) from error
 
 
 def _load_python(spec: str) -> Experiment:
@@ -243,12 +324,16 @@ def _load_python(spec: str) -> Experiment:
 
 def _call(path: str, function: Callable[..., Any], *args: Any) -> Any:
   """Calls into the config file; whatever it raises names file and line."""
+  # pylint: disable=g-import-not-at-top
+  from areal_jax.experiment import Experiment
+
   outcome = call(function, *args)
   if outcome.status == 'ok':
     return outcome.value
   cause, _, trace = outcome.detail.partition('\n')
   lines = re.findall(rf'File "{re.escape(path)}", line (\d+)', trace)
   at = f'{path} line {lines[-1]}' if lines else path
+  cause = hints.wrong_keyword(Experiment, cause) or cause
   raise flags.Error(f'{at} failed: {cause}')
 
 
@@ -270,8 +355,19 @@ def _check_fields(experiment: Experiment, override: str) -> None:
       raise flags.Error(f'{override}: {at} is {settings!r} and has no fields')
     names = [field.name for field in dataclasses.fields(settings)]
     if name not in names:
-      raise flags.Error(f'{override}: {unknown_field(at, name, names)}')
+      found = unknown_field(at, name, names)
+      # A field of this name elsewhere is told where none here is like it.
+      hint = _hint(override) if 'wanted one of' in found else ''
+      raise flags.Error(f'{override}: {found}{hint}')
+    kind = type_hints(type(settings))[name]
     at, settings = f'{at}.{name}', getattr(settings, name)
   if dataclasses.is_dataclass(settings):
     names = [field.name for field in dataclasses.fields(settings)]
     raise flags.Error(f'{override}: wanted one of the fields of {at}: {names}')
+  _, sign, value = override.partition('=')
+  if sign and kind in _PARSERS:
+    try:
+      _PARSERS[kind].parse(value)
+    except ValueError as error:
+      wanted = _KINDS[kind.__name__]
+      raise flags.Error(f'flag {override}: {error}, wanted {wanted}') from error

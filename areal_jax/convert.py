@@ -11,7 +11,7 @@ folder that is not there yet: in the Hugging Face layout, or with
 `--as=checkpoint` one with a checkpoint that `config.policy.path` takes. The
 tokenizer goes along; `--tokenizer` names it where the source has none.
 
-Exit codes: 0 done, 1 it failed, 2 a mistake in the arguments (one line on
+Exit codes: 0 done, 1 it failed, 2 mistakes in the arguments (a line each on
 standard error). In the last two cases there is no folder `--to`.
 """
 
@@ -80,6 +80,7 @@ def read_flags(argv: list[str]) -> Conversion:
   flags.DEFINE_string('tokenizer', '', 'A tokenizer to go along.')
   flags.DEFINE_string('dtype', 'float32', f'Of a folder: one of {DTYPES}.')
   flags.DEFINE_integer('shard_bytes', 5 * 10**9, 'Of one safetensors file.')
+  command.show_help(argv, config=False)
   try:
     rest = flags.FLAGS(argv)
     if len(rest) > 1:

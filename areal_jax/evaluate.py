@@ -10,7 +10,7 @@ problems are asked on `config.mesh.rollout`; no device trains. Tables go to
 standard output; `evaluation.json`, and every answer in `evaluation.jsonl`, into
 the folder of the run, or into a new one under `config.output`.
 
-Exit codes: 0 done, 1 it failed, 2 a mistake in the settings (one line on
+Exit codes: 0 done, 1 it failed, 2 mistakes in the settings (a line each on
 standard error, nothing written), 130 interrupted.
 """
 
@@ -29,7 +29,7 @@ import typing
 from absl import app, flags
 
 from areal_jax import command
-from areal_jax.config import require, to_dict
+from areal_jax.config import ConfigError, require, to_dict
 from areal_jax.telemetry import jsonl, run_folder
 
 if typing.TYPE_CHECKING:
@@ -52,8 +52,24 @@ def read_flags(argv: list[str]) -> Asked:
     SystemExit: with code 2, after one line that says what is wrong.
   """
   flags.DEFINE_string('run', '', 'Folder of the run whose policy to evaluate.')
-  experiment = command.read_flags(with_config(argv))
+  experiment = command.read_flags(require_run(argv))
   return Asked(experiment, flags.FLAGS.run)
+
+
+def require_run(argv: list[str]) -> list[str]:
+  """`with_config`, where the run is there.
+
+  Raises:
+    SystemExit: with code 2, after one line that says that it is not.
+  """
+  line = with_config(argv)
+  if line != argv:
+    folder = pathlib.Path(line[1].removeprefix('--config=')).parent
+    if not (folder / run_folder.CONFIG).is_file():
+      wanted = f'the folder of a run, with {run_folder.CONFIG!r} in it'
+      mistake = f'--run is {str(folder)!r}, wanted {wanted}'
+      sys.exit(command.complain(ConfigError(mistake)))
+  return line
 
 
 def with_config(argv: list[str]) -> list[str]:
@@ -78,6 +94,7 @@ def evaluate(asked: Asked) -> Evaluation:
   """
   # pylint: disable=g-import-not-at-top
   from areal_jax.experiment import prepare
+  from areal_jax.mesh.slices import devices_first, generation_only
   from areal_jax.rollout.evaluation import table_text
 
   started = time.monotonic()
@@ -89,7 +106,10 @@ def evaluate(asked: Asked) -> Evaluation:
       'the folder of a trained policy, or --run=FOLDER of a finished run',
   )  # fmt: skip
   experiment.warm_start.steps = 0  # it asks for demonstrations
-  prepared = prepare(experiment)
+  with devices_first(
+      experiment.mesh, shape=lambda mesh: generation_only(mesh.rollout)
+  ):
+    prepared = prepare(experiment)
   result = _ask(prepared, _version(asked.run))
   settings = prepared.settings
   if asked.run:
@@ -125,21 +145,12 @@ def _ask(prepared: Prepared, version: int) -> Evaluation:
   from areal_jax.experiment import served_policy
   from areal_jax.mesh.program_cache import keep_programs
   from areal_jax.mesh.rules import Rules
-  from areal_jax.mesh.slices import (
-      MeshSettings,
-      TrainMesh,
-      cut,
-      machine_devices,
-  )
+  from areal_jax.mesh.slices import cut, generation_only, machine_devices
   from areal_jax.rewards.scorer import Scorer
   from areal_jax.telemetry.events import EventLog
 
   settings, model, rules = prepared.settings, prepared.model, Rules()
-  rollout = settings.mesh.rollout
-  # Nothing trains: the devices are those of the engines.
-  shape = MeshSettings(
-      TrainMesh(tensor=rollout.devices), rollout, colocated=True
-  )
+  shape = generation_only(settings.mesh.rollout)
   keep_programs()
   slices = cut(machine_devices(shape), shape)
   dtype = settings.rollout.dtype

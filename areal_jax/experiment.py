@@ -21,7 +21,7 @@ import jax
 
 from areal_jax import config as config_lib
 from areal_jax.buffer import StalenessPolicy
-from areal_jax.config import ConfigError, named, require
+from areal_jax.config import ConfigError, Mistakes, fetching, named, require
 from areal_jax.data import problems as problems_lib
 from areal_jax.data.sources import (
     Sources,
@@ -659,13 +659,21 @@ def prepare(experiment: Experiment) -> Prepared:
     ConfigError: anything in them that cannot work.
   """
   settings = config_lib.resolve(experiment)
-  _check_output(settings)
-  settings.reward.check('config.reward')
-  settings.evaluation.load_vote('config.evaluation')
-  train, evaluation = _problems(settings)
-  opened = _tokenizer(settings)
+  mistakes = Mistakes()
+  with mistakes:
+    _check_output(settings)
+  with mistakes:
+    settings.reward.check('config.reward')
+  with mistakes:
+    settings.evaluation.load_vote('config.evaluation')
+  with mistakes:
+    train, evaluation = _problems(settings)
+  with mistakes:
+    opened = _tokenizer(settings)
+  with mistakes:
+    source = _pretrained(settings)
+  mistakes.tell()
   tokenizer = opened.tokenizer
-  source = _pretrained(settings)
   model = _model(settings, source, tokenizer)
   prompts: dict[str, tuple[int, ...]] = {}
   left_out = {}
@@ -793,7 +801,7 @@ def _shape_at(settings: Experiment, at: str, path: str) -> ModelConfig:
     return _as_it_runs(settings, shape, at)
   shape = shapes.published_shape(path)
   wanted = f'a policy, or a path that ends with one of {[*shapes.SHAPES]}'
-  require(shape is not None, f'config.{at}', path, wanted)
+  require(shape is not None, f'config.{at}', path, wanted + fetching(path))
   return _as_it_runs(settings, shape, at)
 
 

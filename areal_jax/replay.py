@@ -33,7 +33,7 @@ from areal_jax.experiment import (
 )
 from areal_jax.mesh.program_cache import keep_programs
 from areal_jax.mesh.rules import Rules
-from areal_jax.mesh.slices import Slices, cut, machine_devices
+from areal_jax.mesh.slices import Slices, cut, devices_first, machine_devices
 from areal_jax.models import transformer
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.events import EventLog
@@ -72,7 +72,8 @@ def run(experiment: Experiment) -> Replayed:
     NonFiniteError: too many updates in a row were skipped, as in the run.
   """
   started = time.monotonic()
-  prepared = prepare(experiment)
+  with devices_first(experiment.mesh):
+    prepared = prepare(experiment)
   settings = prepared.settings
   schedule = _open(settings.replay)
   saved = _start(prepared, schedule)

@@ -5,7 +5,7 @@ Thin: `command.py` reads the config file and its overrides
 batches of an earlier run are to be trained again. It imports jax late, because
 reward workers import this module again and need none of it.
 
-Exit codes: 0 done, 1 the run failed, 2 a mistake in the settings (one line on
+Exit codes: 0 done, 1 the run failed, 2 mistakes in the settings (a line each on
 standard error, nothing written), 70 it hung and did not answer, 130 ended by
 SIGINT, 143 by SIGTERM (saved, if training had begun).
 """

@@ -9,8 +9,8 @@ tokenizer of a finished run. `--config.policy.path` and
 `--config.tokenizer.path` name those of anywhere else. SIGTERM or Ctrl-C ends
 it.
 
-Exit codes: 0 ended by a signal, 1 it failed, 2 a mistake in the settings (one
-line on standard error).
+Exit codes: 0 ended by a signal, 1 it failed, 2 mistakes in the settings (a line
+each on standard error).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from areal_jax.types import SAMPLING_RULES
 
 if typing.TYPE_CHECKING:
   from areal_jax.experiment import Experiment, PreparedPolicy
+  from areal_jax.mesh.slices import MeshSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +99,12 @@ def _serve(serving: Serving) -> None:
   choice = serving.choice
   # pylint: disable=g-import-not-at-top
   from areal_jax.experiment import prepare_policy
+  from areal_jax.mesh.slices import devices_first
 
   if serving.run:
     command.point_to_run(serving.experiment, serving.run)
-  policy = prepare_policy(serving.experiment, **choice)
+  with devices_first(serving.experiment.mesh, shape=_alone):
+    policy = prepare_policy(serving.experiment, **choice)
   require(not policy.sampling.stop_strings, 'config.rollout.stop_strings',
           policy.sampling.stop_strings, 'none with --jetstream, whose answers'
           ' end at stop ids alone')  # fmt: skip
@@ -131,25 +134,26 @@ def _check_port(port: int) -> None:
       ) from error
 
 
+def _alone(mesh: MeshSettings) -> MeshSettings:
+  """One engine: the orchestrator would put prefixes of one into another."""
+  # pylint: disable=g-import-not-at-top
+  from areal_jax.mesh.slices import generation_only
+
+  return generation_only(dataclasses.replace(mesh.rollout, replicas=1))
+
+
 def _start(policy: PreparedPolicy, port: int) -> Any:
   """The running server of a policy, everything compiled."""
   # pylint: disable=g-import-not-at-top
   from areal_jax.experiment import served_policy
   from areal_jax.mesh.program_cache import keep_programs
   from areal_jax.mesh.rules import Rules
-  from areal_jax.mesh.slices import (
-      MeshSettings,
-      TrainMesh,
-      cut,
-      machine_devices,
-  )
+  from areal_jax.mesh.slices import cut, machine_devices
   from areal_jax.rollout import jetstream
   from areal_jax.rollout.engine import Engine
 
   settings, rules = policy.settings, Rules().for_rollout()
-  # One engine: the orchestrator would put prefixes of one into another.
-  alone = dataclasses.replace(settings.mesh.rollout, replicas=1)
-  shape = MeshSettings(TrainMesh(tensor=alone.devices), alone, colocated=True)
+  shape = _alone(settings.mesh)
   keep_programs()
   (mesh,) = cut(machine_devices(shape), shape).rollout
   model, params = served_policy(policy, mesh, rules)

@@ -67,7 +67,7 @@ from areal_jax.experiment import (
 from areal_jax.ledger import Ledger
 from areal_jax.mesh.program_cache import keep_programs
 from areal_jax.mesh.rules import Rules
-from areal_jax.mesh.slices import Slices, cut, machine_devices
+from areal_jax.mesh.slices import Slices, cut, devices_first, machine_devices
 from areal_jax.models import transformer
 from areal_jax.resume import Carried, Start
 from areal_jax.rewards.scorer import Scorer
@@ -163,7 +163,8 @@ def run(experiment: Experiment) -> Result:
     BaseException: what ended the run; its folder holds all until then.
   """
   started = time.monotonic()
-  prepared = prepare(experiment)
+  with devices_first(experiment.mesh):
+    prepared = prepare(experiment)
   settings = prepared.settings
   require(not settings.replay, 'config.replay', settings.replay,
           "'', or `areal_jax.replay.run`, which nothing generates"

@@ -99,6 +99,22 @@ def refused(inputs, tmp_path, capsys):
   return check
 
 
+@pytest.fixture
+def refused_with(tmp_path, capsys):
+  """Runs an experiment with changes that must be refused; returns the lines."""
+
+  def lines(changes: dict[str, Any]) -> list[str]:
+    settings = experiment(tmp_path / 'runs')
+    for path, value in changes.items():
+      change(settings, path, value)
+    assert run.main(settings) == 2
+    out, err = capsys.readouterr()
+    assert out == '' and list(tmp_path.iterdir()) == []
+    return err.splitlines()
+
+  return lines
+
+
 def filled(value: Any, inputs: pathlib.Path) -> Any:
   return value.replace('@', f'{inputs}/') if isinstance(value, str) else value
 
@@ -307,6 +323,44 @@ def test_a_setting_is_refused(refused, changes, words):
   refused(changes, words)
 
 
+def test_independent_mistakes_are_told_together(refused_with):
+  wrong = {
+      'steps': 0,
+      'rollout.batch_size': 0,
+      'rollout.etta': 1.0,
+      'rollout.engine.page_size': 12,
+      'train.packing.row_tokens': 3,
+      'name': 7,
+  }
+  assert sorted(line.split()[1] for line in refused_with(wrong)) == sorted(
+      f'config.{path.removesuffix(".etta")}' for path in wrong
+  )
+
+
+def test_what_is_opened_is_refused_together(refused_with):
+  lines = refused_with(
+      {
+          'reward.function': 'no_such_package:score',
+          'tokenizer.path': 'absent.model',
+          'policy.path': 'absent',
+          'task.train_file': 'absent.jsonl',
+          'output': __file__,
+      }
+  )
+  named = ('output', 'reward', 'task', 'tokenizer', 'policy')
+  assert len(lines) == len(named)
+  for line, name in zip(lines, named):
+    assert line.startswith(f'error: config.{name}')
+
+
+def test_too_few_devices_come_before_what_does_not_divide(refused_with):
+  lines = refused_with({'mesh.train.data': 1000})
+  assert lines[0].startswith(
+      'error: config.mesh needs 1001 devices (sum of train 1000 and rollout 1)'
+  )
+  assert 'config.train.packing.rows is 4' in lines[1]
+
+
 def numbers(settings: Any, at: str = ''):
   """Every field of a tree that is a number: its path and its value."""
   for field in dataclasses.fields(settings):
@@ -322,12 +376,14 @@ NUMBERS = dict(numbers(experiment('runs')))
 
 @pytest.mark.parametrize('path', NUMBERS)
 def test_no_number_may_be_without_sense(path):
-  """No count or seed is negative, and nothing is NaN."""
+  """No count or seed is negative, and nothing is NaN; told once each."""
   settings = experiment('runs', warm_start__steps=1)
   wrong = -1 if isinstance(NUMBERS[path], int) else float('nan')
   change(settings, path, wrong)
-  with pytest.raises(ConfigError, match=f'^config.{path} is {wrong}, wanted '):
+  with pytest.raises(ConfigError) as error:
     resolve(settings)
+  (mistake,) = error.value.mistakes  # nothing that only follows from it
+  assert mistake.startswith(f'config.{path} is {wrong}, wanted ')
 
 
 @pytest.mark.parametrize(
@@ -361,6 +417,8 @@ def test_no_number_may_be_without_sense(path):
             {'task.train_file': '@chat.jsonl'},
             "the prompt of problem 'a'",
             '1 chat messages, wanted a text',
+            'tokenizer.chat_template sets one',
+            'chat=False of a source',
         ),
         case(
             'missing_data_file',
@@ -526,6 +584,24 @@ def test_a_task_is_refused(refused, changes, words):
             ' a config.json',
         ),
         case(
+            'repository_for_a_policy',
+            {'policy.path': 'Qwen/Qwen2.5-0.5B'},
+            "config.policy.path is 'Qwen/Qwen2.5-0.5B', wanted a Hugging Face",
+            'hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B',
+        ),
+        case(
+            'repository_for_a_tokenizer',
+            {'tokenizer.path': 'Qwen/Qwen2.5-0.5B'},
+            'config.tokenizer.path',
+            'hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B',
+        ),
+        case(
+            'repository_for_a_data_file',
+            {'task.train_file': 'openai/gsm8k'},
+            'config.task.train_file',
+            'hf download openai/gsm8k --repo-type dataset --local-dir gsm8k',
+        ),
+        case(
             'policy_without_a_config',
             {'policy.path': '@nothing'},
             "config.policy.path is '@nothing', wanted a Hugging Face folder"
@@ -570,8 +646,8 @@ def test_a_task_is_refused(refused, changes, words):
         ),
         case(
             'heads_that_do_not_divide_over_generation',
-            {'mesh.rollout.tensor': 8},
-            'config.mesh.rollout.tensor is 8, wanted a divisor of the'
+            {'mesh.rollout.tensor': 3},
+            'config.mesh.rollout.tensor is 3, wanted a divisor of the'
             " policy's heads=4",
         ),
         case(
@@ -852,12 +928,40 @@ def line(name: str, arguments: list[str], *words: str):
         line(
             'word_without_dashes',
             [QUICKSTART, 'eta=1'],
-            "['eta=1'] are left over, wanted only --flag=value",
+            "'eta=1' is left over, wanted only --flag=value",
+            'did you mean --config.rollout.eta=1?',
         ),
         line(
             'unknown_flag',
             [QUICKSTART, '--eta=1'],
-            "Unknown command line flag 'eta'",
+            "Unknown command line flag 'eta'; did you mean"
+            ' --config.rollout.eta=1?',
+        ),
+        line(
+            'file_without_a_flag',
+            ['experiments/quickstart.py'],
+            '--config is missing',
+            'did you mean --config=experiments/quickstart.py?',
+        ),
+        line(
+            'field_of_another_section',
+            [QUICKSTART, '--config.eta=2'],
+            "config has no field 'eta', wanted one of",
+            'did you mean --config.rollout.eta=2?',
+        ),
+        line(
+            'four_mistakes_at_once',
+            [
+                QUICKSTART,
+                '--config.steps=x',
+                '--config.rollout.etta=1',
+                '--config.seed=1.5',
+                '--config.mesh.colocated=maybe',
+            ],
+            '--config.steps=x',
+            "config.rollout has no field 'etta', wanted 'eta'",
+            '--config.seed=1.5',
+            '--config.mesh.colocated=maybe',
         ),
         line(
             'flag_without_a_value',
@@ -929,6 +1033,12 @@ def test_a_flag_is_refused(arguments, words):
             'def get_config():\n  return missing',
             "@ line 2 failed: NameError: name 'missing' is not defined",
         ),
+        (
+            'from areal_jax.experiment import RolloutSettings\n'
+            'def get_config():\n  return RolloutSettings(bach_size=3)',
+            "@ line 3 failed: RolloutSettings has no field 'bach_size', wanted"
+            " 'batch_size'",
+        ),
         ('def get_config(kind): pass', '@ failed: TypeError: get_config() '),
         ('x = (\n', "@ is not Python: '(' was never closed (config.py, line 1"),
         ('x = "\0"', '@ is not Python: source code string cannot contain null'),
@@ -960,6 +1070,13 @@ def command(folder: pathlib.Path, *arguments: str, **environment: str):
       text=True,
       timeout=120,
   )
+
+
+def test_help_names_the_config_and_exits_with_0(tmp_path):
+  done = command(tmp_path, '--help')
+  assert done.returncode == 0
+  assert '--config: A file with get_config()' in done.stdout
+  assert done.stderr == ''
 
 
 @pytest.mark.parametrize(

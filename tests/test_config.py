@@ -9,6 +9,9 @@ import pytest
 
 from areal_jax.config import (
     ConfigError,
+    Mistakes,
+    fetching,
+    from_dict,
     named,
     open_for_flags,
     require,
@@ -125,6 +128,102 @@ def test_a_wrong_value_is_named_by_its_path(change, says):
   with pytest.raises(ConfigError) as error:
     resolve(Outer(**change))
   assert str(error.value) == says
+
+
+def test_all_mistakes_are_told_at_once_and_none_that_follows_from_another():
+  outer = Outer(name=3, kind='c', inner=Inner(size=500, rate='x'))
+  outer.inner.sise = 5
+  with pytest.raises(ConfigError) as error:
+    resolve(outer)
+  assert error.value.mistakes == (
+      'config.name is 3, wanted a str',
+      "config.kind is 'c', wanted one of ['a', 'b']",
+      "config.inner has no field 'sise', wanted 'size'",
+      "config.inner.rate is 'x', wanted a number",
+      'config.inner.size is 500, wanted below 100',
+  )
+
+
+@dataclasses.dataclass
+class Parts:
+  """Checks that read what another has refused."""
+
+  whole: int = 8
+  parts: int = 2
+  names: tuple[str, ...] = ('a',)
+
+  def validate(self, at: str) -> None:
+    require(self.parts >= 1, f'{at}.parts', self.parts, 'at least 1')
+    require(self.whole > self.parts, f'{at}.whole', self.whole, 'more')
+    require(bool(self.names), f'{at}.names', self.names, 'some')
+    require(self.whole % self.parts == 0, f'{at}.whole', self.whole, 'even')
+
+
+@pytest.mark.parametrize(
+    'change, says',
+    [
+        ({'parts': 0}, ['parts is 0, wanted at least 1']),  # and divides by it
+        ({'parts': -1, 'whole': -5}, ['parts is -1, wanted at least 1']),
+        (
+            {'parts': 'x', 'whole': 1, 'names': ()},
+            ["parts is 'x', wanted a whole number", 'names is (), wanted some'],
+        ),
+        (
+            {'parts': 0, 'names': ()},
+            ['parts is 0, wanted at least 1', 'names is (), wanted some'],
+        ),
+        (
+            {'whole': 1, 'names': ()},
+            ['whole is 1, wanted more', 'names is (), wanted some'],
+        ),
+    ],
+)
+def test_a_check_that_reads_a_refused_setting_says_nothing(change, says):
+  with pytest.raises(ConfigError) as error:
+    resolve(Parts(**change))
+  assert list(error.value.mistakes) == [f'config.{line}' for line in says]
+
+
+def test_mistakes_of_blocks_are_told_together_and_other_errors_pass():
+  mistakes = Mistakes()
+  mistakes.tell()
+  for name in ('a', 'b', 'a'):
+    with mistakes, named('at'):
+      require(False, name, 1, 'another')
+  with pytest.raises(ConfigError) as error:
+    mistakes.tell()
+  assert error.value.mistakes == (
+      'at: a is 1, wanted another', 'at: b is 1, wanted another'
+  )  # fmt: skip
+  with pytest.raises(KeyError), mistakes:
+    raise KeyError('x')
+
+
+def test_wrong_fields_of_a_written_tree_are_told_together():
+  with pytest.raises(ConfigError) as error:
+    from_dict(Outer, {'nmae': 'x', 'inner': {'sise': 3}})
+  assert error.value.mistakes == (
+      "config has no field 'nmae', wanted 'name'",
+      "config.inner has no field 'sise', wanted 'size'",
+  )
+
+
+@pytest.mark.parametrize(
+    'path, says',
+    [
+        ('Qwen/Qwen2.5-0.5B', 'hf download Qwen/Qwen2.5-0.5B --local-dir'),
+        ('runs/quickstart', ''),  # the folder runs is here
+        ('/abs/model', ''),
+        ('./a/b', ''),
+        ('a/b/c', ''),
+        ('model', ''),
+    ],
+)
+def test_a_repository_is_told_from_a_path(path, says, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'runs').mkdir()
+  found = fetching(path)
+  assert (says in found) and bool(found) == bool(says)
 
 
 def test_values_come_in_the_declared_type():

@@ -111,6 +111,16 @@ def test_without_a_policy_it_is_one_line(run_given, words, tmp_path, capsys):
   assert list(tmp_path.iterdir()) == []
 
 
+def test_run_that_is_not_there_is_blamed_itself(capsys):
+  with pytest.raises(SystemExit) as ended:
+    evaluate.require_run(['program', '--run=nowhere'])
+  assert ended.value.code == 2
+  assert capsys.readouterr().err == (
+      "error: --run is 'nowhere', wanted the folder of a run, with"
+      " 'config.json' in it\n"
+  )
+
+
 @pytest.mark.parametrize(
     ('given', 'expected'),
     [

@@ -103,10 +103,13 @@ def show(asked: Asked, refused: list[str]) -> None:
   from areal_jax.compile_check.chips import parse_topology
   from areal_jax.config import ConfigError
   from areal_jax.experiment import prepare_shapes
+  from areal_jax.mesh.slices import devices_first
 
   topology = parse_topology(asked.topology)
+  with devices_first(asked.experiment.mesh, count=topology.count):
+    shapes = prepare_shapes(asked.experiment)
   found = check(
-      prepare_shapes(asked.experiment),
+      shapes,
       topology,
       answer_tokens=asked.answer_tokens,
       search=asked.search,

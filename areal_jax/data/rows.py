@@ -15,7 +15,7 @@ import os
 import pathlib
 from typing import Any, Callable, Iterator, Mapping
 
-from areal_jax.config import ConfigError, require
+from areal_jax.config import ConfigError, fetching, require
 
 FORMATS = ('jsonl', 'parquet', 'array_record')
 # What the end of a file's name says, shards such as
@@ -83,7 +83,8 @@ def _files(path: str | os.PathLike, kind: str) -> list[pathlib.Path]:
   else:
     files = [pathlib.Path(path)]
   for file in files:
-    require(file.is_file(), 'data path', str(file), wanted)
+    hint = fetching(str(file), 'dataset')
+    require(file.is_file(), 'data path', str(file), wanted + hint)
   return files
 
 

@@ -6,7 +6,7 @@ batches, then the first checks of any run with small real runs (`first_checks`;
 line a check: ok, look (it works and is hardly meant), fail, skip; advice below
 those that need it.
 
-Exit codes: 0 nothing failed, 1 something did, 2 a mistake in the settings (one
+Exit codes: 0 nothing failed, 1 something did, 2 mistakes in the settings (a line
 line on standard error), 130 interrupted.
 """
 
@@ -66,13 +66,15 @@ def diagnose(asked: Asked, failed: list[str]) -> None:
   from areal_jax.doctor import setup
   from areal_jax.doctor.first_checks import first_checks
   from areal_jax.experiment import prepare
+  from areal_jax.mesh.slices import devices_first
 
   def tell(verdict) -> None:
     print(verdict, flush=True)
     if verdict.status == 'fail':
       failed.append(verdict.name)
 
-  prepared = prepare(asked.experiment)
+  with devices_first(asked.experiment.mesh):
+    prepared = prepare(asked.experiment)
   for check in (setup.environment, setup.devices, setup.data, setup.tokenizer):
     for verdict in check(prepared):
       tell(verdict)

@@ -89,7 +89,7 @@ class WeightRule:
     right = right and given == sorted(given)
     require(right, f'{at}.upper', bounds, '(lower, upper) finite, in order, at'
             ' least one of them not None')  # fmt: skip
-    if self.metric != 'k1':
+    if given and self.metric != 'k1':
       require(given[0] >= 0, f'{at}.lower', given[0],
               f'at least 0 with metric {self.metric!r}')  # fmt: skip
     require(

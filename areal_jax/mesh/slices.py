@@ -20,19 +20,20 @@ import contextlib
 import dataclasses
 import math
 import os
-from typing import Any, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 from jax.experimental import mesh_utils
 import numpy as np
 
-from areal_jax.config import ConfigError, require
+from areal_jax.config import ConfigError, Mistakes, require, resolve
 from areal_jax.mesh import host
 
 # Every mesh has all of them (those that it does not use with size 1), so that
 # one Rules serves any mesh. From the one that speaks least over its links to
 # the one that speaks most: that is the order in which devices are laid out.
 AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')
+_MOST_PRETENDED = 64
 
 
 @dataclasses.dataclass
@@ -136,8 +137,52 @@ def devices_needed(settings: MeshSettings) -> int:
   return max(counts) if settings.colocated else sum(counts)
 
 
+def generation_only(rollout: RolloutMesh) -> MeshSettings:
+  """Settings of a machine on which nothing trains: its devices generate."""
+  return MeshSettings(TrainMesh(tensor=rollout.devices), rollout, True)
+
+
+@contextlib.contextmanager
+def devices_first(
+    settings: MeshSettings,
+    *,
+    shape: Callable[[MeshSettings], MeshSettings] = lambda mesh: mesh,
+    count: int | None = None,
+    at: str = 'config.mesh',
+) -> Iterator[None]:
+  """Leads with too few devices where settings that name the mesh are refused.
+
+  A mesh of the wrong size makes many other settings wrong as well. Devices are
+  looked for only then, since that starts jax.
+
+  Args:
+    settings: of the mesh, open or resolved.
+    shape: the part of the mesh that is used.
+    count: devices that there are; None asks the machine.
+    at: path of the settings.
+
+  Raises:
+    ConfigError: what is raised inside, behind a line about devices if there are
+      too few of them.
+  """
+  try:
+    yield
+  except ConfigError as error:
+    if 'mesh.' not in str(error):
+      raise
+    mistakes = Mistakes()
+    with mistakes:
+      mesh = shape(resolve(settings, at))
+      found = len(machine_devices(mesh)) if count is None else count
+      _require_devices(found, mesh, at)
+    mistakes.lines += error.mistakes
+    mistakes.tell()
+
+
 def machine_devices(settings: MeshSettings) -> Sequence[jax.Device]:
   """The machine's devices; on a CPU, as many pretended ones as are needed.
+
+  At most 64 are pretended: each takes threads and memory.
 
   On a CPU, programs run from then on as `host.py` says.
 
@@ -152,7 +197,8 @@ def machine_devices(settings: MeshSettings) -> Sequence[jax.Device]:
   forced = 'xla_force_host_platform_device_count'
   if forced not in os.environ.get('XLA_FLAGS', ''):
     with contextlib.suppress(RuntimeError):
-      jax.config.update('jax_num_cpu_devices', devices_needed(settings))
+      pretended = min(devices_needed(settings), _MOST_PRETENDED)
+      jax.config.update('jax_num_cpu_devices', pretended)
   if host.computes():
     host.prepare()
   return jax.devices()
@@ -170,14 +216,7 @@ def cut(
   for part, name in ((settings.train, 'train'), (settings.rollout, 'rollout')):
     part.validate(f'{at}.{name}')
   settings.validate(at)
-  needed = devices_needed(settings)
-  if len(devices) < needed:
-    how = 'max' if settings.colocated else 'sum'
-    raise ConfigError(
-        f'{at} needs {needed} devices ({how} of train'
-        f' {settings.train.devices} and rollout {settings.rollout.devices}),'
-        f' there are {len(devices)}'
-    )
+  _require_devices(len(devices), settings, at)
   devices = sorted(devices, key=slice_of)  # stable: else as they came
   train, rollout = settings.train, settings.rollout
   start = 0 if settings.colocated else train.devices
@@ -189,6 +228,18 @@ def cut(
     engines.append(mesh_of(own, f'{at}.rollout replica {replica}', **shape))
   own, shape = devices[: train.devices], dataclasses.asdict(train)
   return Slices(mesh_of(own, f'{at}.train', **shape), tuple(engines))
+
+
+def _require_devices(count: int, settings: MeshSettings, at: str) -> None:
+  """Refuses a mesh of more devices than there are."""
+  needed = devices_needed(settings)
+  if count < needed:
+    how = 'max' if settings.colocated else 'sum'
+    raise ConfigError(
+        f'{at} needs {needed} devices ({how} of train'
+        f' {settings.train.devices} and rollout {settings.rollout.devices}),'
+        f' there are {count}'
+    )
 
 
 def mesh_of(

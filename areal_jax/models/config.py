@@ -59,7 +59,6 @@ class RopeScaling:
   truncate: bool = True  # the blend begins and ends at whole dimensions
 
   def validate(self, at: str) -> None:
-    low, high = self.low_freq_factor, self.high_freq_factor
     numbers = [
         f.name for f in dataclasses.fields(self) if isinstance(f.default, float)
     ]
@@ -67,16 +66,16 @@ class RopeScaling:
       value = getattr(self, name)
       require(math.isfinite(value), f'{at}.{name}', value, 'a finite number')
     require(self.factor >= 1, f'{at}.factor', self.factor, 'at least 1')
-    require(low > 0, f'{at}.low_freq_factor', low, 'more than 0')
-    require(
-        high > low,
-        f'{at}.high_freq_factor',
-        high,
-        f'more than low_freq_factor={low}',
-    )
-    slow, fast = self.beta_slow, self.beta_fast
-    require(slow > 0, f'{at}.beta_slow', slow, 'more than 0')
-    require(fast >= slow, f'{at}.beta_fast', fast, f'at least beta_slow={slow}')
+    for low, high in (
+        ('low_freq_factor', 'high_freq_factor'),
+        ('beta_slow', 'beta_fast'),
+    ):
+      least = getattr(self, low)
+      require(least > 0, f'{at}.{low}', least, 'more than 0')
+      least, most = getattr(self, low), getattr(self, high)
+      right = most >= least if high == 'beta_fast' else most > least
+      wanted = 'at least' if high == 'beta_fast' else 'more than'
+      require(right, f'{at}.{high}', most, f'{wanted} {low}={least}')
     for name in ('attention_factor', 'mscale', 'mscale_all_dim'):
       value = getattr(self, name)
       require(value >= 0, f'{at}.{name}', value, 'at least 0')

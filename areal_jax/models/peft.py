@@ -17,7 +17,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from areal_jax.config import ConfigError, require
+from areal_jax.config import ConfigError, fetching, require
 from areal_jax.models import hf, lora
 from areal_jax.models.config import PROJECTIONS, LoraSettings, ModelConfig
 
@@ -97,7 +97,8 @@ def read_settings(folder: str | pathlib.Path) -> LoraSettings:
   """
   path = pathlib.Path(folder) / CONFIG
   if not path.is_file():
-    raise ConfigError(f'there is no file {path}')
+    hint = fetching(str(folder))
+    raise ConfigError(f'there is no file {path}{hint}')
   try:
     described = json.loads(path.read_bytes())
   except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -60,12 +60,12 @@ class ProfilingSettings:
     for name in ('first_step', 'last_step', 'memory_step', 'signal_steps'):
       value = getattr(self, name)
       require(value >= 0, f'{at}.{name}', value, 'at least 0')
-    first, last = self.first_step, self.last_step
-    if last:
-      require(first >= 1, f'{at}.first_step', first,
-              f'1 to last_step={last}')  # fmt: skip
-    require(last >= first, f'{at}.last_step', last,
-            f'at least first_step={first}')  # fmt: skip
+    if self.last_step:
+      require(self.first_step >= 1, f'{at}.first_step', self.first_step,
+              f'1 to last_step={self.last_step}')  # fmt: skip
+    require(self.last_step >= self.first_step, f'{at}.last_step',
+            self.last_step, f'at least first_step={self.first_step}'
+            )  # fmt: skip
 
 
 class Profiler:

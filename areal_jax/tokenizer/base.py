@@ -93,7 +93,9 @@ def render_prompt(
     if chat is None:
       raise ConfigError(
           f'prompt is {len(prompt)} chat messages, wanted a text: this'
-          ' tokenizer has no chat template'
+          ' tokenizer has no chat template; tokenizer.chat_template sets one,'
+          ' and chat=False of a source (task.train_sources) makes texts of its'
+          ' prompts'
       )
     ids = tokenizer.encode_chat(chat.render(prompt))
   else:

@@ -13,7 +13,7 @@ import os
 import pathlib
 from typing import Any, Mapping
 
-from areal_jax.config import ConfigError
+from areal_jax.config import ConfigError, fetching
 from areal_jax.tokenizer import chat_template, huggingface_tokenizer
 from areal_jax.tokenizer.base import Tokenizer
 from areal_jax.tokenizer.chat_template import ChatTemplate, read_chat_template
@@ -87,6 +87,10 @@ def beside_weights(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def _files(path: pathlib.Path) -> dict[str, pathlib.Path]:
   """The files of the tokenizer at a path by their usual names."""
+  if not path.exists() and (hint := fetching(str(path))):
+    raise ConfigError(
+        f'tokenizer path is {str(path)!r}, wanted a file or a folder{hint}'
+    )
   if not path.is_dir():
     if path.suffix != '.json':
       return {MODEL: path}

@@ -18,6 +18,7 @@ import jax
 
 from areal_jax.config import (
     ConfigError,
+    fetching,
     from_dict,
     require,
     resolve,
@@ -193,7 +194,8 @@ def find(path: str, at: str) -> Pretrained:
       require(saved is not None, at, path,
               f'a whole checkpoint, but {"; ".join(refused)}')  # fmt: skip
       return Pretrained(None, saved)
-  require((folder / 'config.json').is_file(), at, path, _WANTED)
+  right = (folder / 'config.json').is_file()
+  require(right, at, path, _WANTED + fetching(path))
   return Pretrained(folder)
 
 

@@ -61,7 +61,7 @@ class WarmStartSettings:
     for name, least in (('steps', 0), ('batch', 1), ('report_every', 1)):
       value = getattr(self, name)
       require(value >= least, f'{at}.{name}', value, f'at least {least}')
-    if self.steps:
+    if self.steps > 0:
       self.optimizer.validate(at)
 
   @property
