@@ -7,7 +7,7 @@ line a check: ok, look (it works and is hardly meant), fail, skip; advice below
 those that need it.
 
 Exit codes: 0 nothing failed, 1 something did, 2 mistakes in the settings (a line
-line on standard error), 130 interrupted.
+each on standard error), 130 interrupted.
 """
 
 from __future__ import annotations
