@@ -6,8 +6,8 @@ batches, then the first checks of any run with small real runs (`first_checks`;
 line a check: ok, look (it works and is hardly meant), fail, skip; advice below
 those that need it.
 
-Exit codes: 0 nothing failed, 1 something did, 2 mistakes in the settings (a line
-each on standard error), 130 interrupted.
+Exit codes: 0 nothing failed, 1 something did, 2 mistakes in the settings (a
+line each on standard error), 130 interrupted.
 """
 
 from __future__ import annotations
