@@ -44,7 +44,15 @@ FLOORS = (
     ('__main__',),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WORDS = ('__init__', 'config', 'hints', 'ledger', 'records', 'types')
+WORDS = (
+    '__init__',
+    'config',
+    'files',
+    'hints',
+    'ledger',
+    'records',
+    'types',
+)
 
 # Reward workers and remote clients start in a second because these rooms never
 # load an accelerator library.

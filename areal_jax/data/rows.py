@@ -16,6 +16,7 @@ import pathlib
 from typing import Any, Callable, Iterator, Mapping
 
 from areal_jax.config import ConfigError, fetching, require
+from areal_jax.files import check_content
 
 FORMATS = ('jsonl', 'parquet', 'array_record')
 # What the end of a file's name says, shards such as
@@ -85,6 +86,7 @@ def _files(path: str | os.PathLike, kind: str) -> list[pathlib.Path]:
   for file in files:
     hint = fetching(str(file), 'dataset')
     require(file.is_file(), 'data path', str(file), wanted + hint)
+    check_content(file)
   return files
 
 
@@ -100,10 +102,38 @@ def _kind(file: pathlib.Path, kind: str) -> str:
 
 
 def _jsonl(file: pathlib.Path) -> Iterator[Row]:
-  for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+  content = file.read_bytes()
+  _check_lines(file, content)
+  for number, line in enumerate(content.splitlines(), start=1):
     if line.strip():
       place = f'line {number}'
       yield Row(str(file), place, _object(line, f'{file} {place}'))
+
+
+def _check_lines(file: pathlib.Path, content: bytes) -> None:
+  """Refuses a file that is one JSON value and no JSON lines."""
+  found, rows = '', ''
+  text = content.removeprefix(b'\xef\xbb\xbf').lstrip()
+  if text.startswith(b'[') and _is_json(text):
+    found, rows = 'a JSON array', 'json.load(sys.stdin)'
+  elif text.startswith(b'{') and not _is_json(text.splitlines()[0]):
+    if _is_json(text):
+      found = 'one JSON object over several lines'
+      rows = "json.load(sys.stdin)['<field with the rows>']"
+  if found:
+    raise ConfigError(
+        f'{file} is {found}, wanted JSON lines, one object a line: python -c'
+        f' "import json, sys; [print(json.dumps(row)) for row in {rows}]"'
+        f' < {file} > {file.with_suffix("")}.lines.jsonl'
+    )
+
+
+def _is_json(text: bytes) -> bool:
+  try:
+    json.loads(text)
+  except (ValueError, RecursionError):
+    return False
+  return True
 
 
 def _parquet(file: pathlib.Path) -> Iterator[Row]:

@@ -18,6 +18,7 @@ import gguf
 import numpy as np
 
 from areal_jax.config import ConfigError, require
+from areal_jax.files import check_content
 from areal_jax.models import published, transformer
 from areal_jax.models.config import (
     FAMILIES,
@@ -167,6 +168,7 @@ def open_gguf(path: str | os.PathLike) -> File:
   """
   path = pathlib.Path(path)
   require(path.is_file(), 'GGUF file', str(path), 'a file')
+  check_content(path)
   try:
     reader = gguf.GGUFReader(path)
   # What the reader raises for bytes that are something else or cut off.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import pathlib
 import re
@@ -26,6 +25,7 @@ import numpy as np
 import safetensors
 
 from areal_jax.config import ConfigError, require, resolve
+from areal_jax.files import check_content, read_json
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads, published, transformer
 from areal_jax.models.config import (
@@ -302,7 +302,7 @@ class _Source:
   Attributes:
     folder: of the files.
     config: of the policy.
-    tensors: every tensor name with the open file that has it.
+    tensors: every tensor by its published name.
     shapes: our parameters as they are published, without padded ids.
   """
 
@@ -407,7 +407,7 @@ class _Source:
     return row.hf_shape(_at(self.shapes, row.path).shape[len(place) :])
 
   def _header(self, name: str) -> Any:
-    return self.tensors[name].get_slice(name)
+    return self.tensors[name].header()
 
   def _difference(self, header: Any, wanted: tuple[int, ...]) -> str:
     """What is wrong with a tensor; empty if nothing is."""
@@ -470,7 +470,7 @@ def _cut(
 def _load_config(
     folder: pathlib.Path, overrides: Mapping[str, Any]
 ) -> ModelConfig:
-  hf = _read_json(folder / _CONFIG)
+  hf = read_json(folder / _CONFIG)
   config = config_from_hf(hf, str(folder / _CONFIG))
   known = [f.name for f in dataclasses.fields(ModelConfig)]
   for name in overrides:
@@ -479,39 +479,93 @@ def _load_config(
   return resolve(dataclasses.replace(config, **overrides), str(folder))
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  if not path.is_file():
-    raise ConfigError(f'there is no file {path}')
-  try:
-    found = json.loads(path.read_bytes())
-  except (json.JSONDecodeError, UnicodeDecodeError) as error:
-    raise ConfigError(f'{path} is not JSON: {error}') from error
-  require(isinstance(found, dict), str(path), found, 'a JSON object')
-  return found
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+  """A tensor in an open file, under the name that the file has for it."""
+
+  file: Any
+  name: str
+
+  def header(self) -> Any:
+    """Shape and type; slicing it reads that part of the numbers."""
+    return self.file.get_slice(self.name)
 
 
 def _open_tensors(
     folder: pathlib.Path, stack: contextlib.ExitStack
-) -> dict[str, Any]:
-  """Every tensor name of the folder with the open file that has it."""
+) -> dict[str, _Stored]:
+  """Every tensor of the folder by its published name, see `plain_name`."""
   names = [published.WEIGHTS]
   index = folder / published.INDEX
   if index.is_file():
-    where = _read_json(index).get('weight_map')
+    where = read_json(index).get('weight_map')
     require(isinstance(where, dict), f'{index}: weight_map', where,
             'a file for each tensor')  # fmt: skip
     names = sorted(set(where.values()))
-  tensors = {}
+  tensors: dict[str, _Stored] = {}
   for name in names:
     path = folder / name
     if not path.is_file():
-      raise ConfigError(f'there is no file {path}')
+      raise ConfigError(f'there is no file {path}{published.instead(folder)}')
+    check_content(path)
     try:
       file = stack.enter_context(safetensors.safe_open(path, 'numpy'))
     except safetensors.SafetensorError as error:
       raise ConfigError(f'{path} is not safetensors: {error}') from error
-    tensors.update(dict.fromkeys(file.keys(), file))
+    for stored in file.keys():
+      plain = plain_name(stored)
+      other = tensors.get(plain)
+      if other is not None and other.name != stored:
+        raise ConfigError(
+            f'{folder} has tensors {other.name} and {stored}, which are both'
+            f' {plain} without their wrappers, wanted one of them'
+        )
+      tensors[plain] = _Stored(file, stored)
+  _check_merged(folder, tensors)
   return tensors
+
+
+def plain_name(stored: str) -> str:
+  """A tensor's published name, without what training wrapped around it.
+
+  Wrappers of PyTorch put their name into those of the tensors: FSDP, gradient
+  checkpointing and `torch.compile` anywhere, DistributedDataParallel and PEFT
+  in front. A language model that was saved out of a larger one is called
+  `language_model`, and one saved without its head lacks `model`.
+  """
+  parts = [part for part in stored.split('.') if part not in _WRAPPERS]
+  for front in _FRONTS:
+    if tuple(parts[: len(front)]) == front:
+      parts = parts[len(front) :]
+  if tuple(parts[:2]) == ('model', 'language_model'):
+    parts = ['model', *parts[2:]]
+  if parts and parts[0] in _INSIDE:
+    parts = ['model', *parts]
+  return '.'.join(parts)
+
+
+# Parts of names that stand anywhere, those that stand in front, outer ones
+# first, and what a model begins with that lacks its own name.
+_WRAPPERS = (
+    '_fsdp_wrapped_module',
+    '_checkpoint_wrapped_module',
+    '_orig_mod',
+)
+_FRONTS = (('module',), ('base_model', 'model'), ('language_model',))
+_INSIDE = ('embed_tokens', 'layers', 'norm')
+_ADAPTED = re.compile(r'\.(lora_[AB]|lora_embedding_[AB]|base_layer)\.')
+
+
+def _check_merged(folder: pathlib.Path, tensors: Mapping[str, _Stored]) -> None:
+  """Raises if adapters lie beside the matrices that they change."""
+  found = sorted(t.name for t in tensors.values() if _ADAPTED.search(t.name))
+  if found:
+    raise ConfigError(
+        f'{folder} has {len(found)} tensors of adapters that are not merged:'
+        f' {_few(found)}, wanted plain weights: merge them with PEFT'
+        ' (`merge_and_unload`, then `save_pretrained`), or save the adapters by'
+        ' themselves and name their folder in policy.adapter'
+    )
 
 
 def _check_names(
@@ -525,19 +579,26 @@ def _check_names(
   wanted = {name for row in rows for name, _ in _parts(config, row)}
   missing = sorted(wanted - set(tensors))
   if missing:
-    raise ConfigError(f'{folder} lacks {len(missing)} tensors: {_few(missing)}')
+    why = ''
+    if missing == [_NO_HEAD]:
+      why = ', wanted it, or tie_word_embeddings true in its config.json'
+    elif not wanted & set(tensors):
+      why = f'; it has {_few(sorted(t.name for t in tensors.values()))}'
+    raise ConfigError(
+        f'{folder} lacks {len(missing)} tensors: {_few(missing)}{why}'
+    )
   extra = sorted(n for n in set(tensors) - wanted if _IGNORED.search(n) is None)
   # Some writers store the tied matrix twice; two different ones are not tied.
   if head is not None and _NO_HEAD in extra:
     extra.remove(_NO_HEAD)  # TRL leaves it there, beside the critic's
   if config.tied_embeddings and _NO_HEAD in extra:
-    if _equal(*(tensors[n].get_slice(n) for n in (_NO_HEAD, ROWS[0].hf))):
+    if _equal(*(tensors[n].header() for n in (_NO_HEAD, ROWS[0].hf))):
       extra.remove(_NO_HEAD)
   if extra:
     raise ConfigError(
         f'{folder} has {len(extra)} tensors with no place in a policy of family'
         f' {config.family!r} with {config.layers} layers, tied_embeddings'
-        f' {config.tied_embeddings}: {_few(extra)}'
+        f' {config.tied_embeddings}: {_few([tensors[n].name for n in extra])}'
     )
 
 

@@ -17,6 +17,7 @@ from typing import Iterator, Mapping
 import numpy as np
 
 from areal_jax.config import ConfigError, require
+from areal_jax.files import check_content
 from areal_jax.models import published
 from areal_jax.models.config import ModelConfig, config_to_hf
 
@@ -34,6 +35,7 @@ def read_config(path: str | os.PathLike) -> ModelConfig:
   """
   path = pathlib.Path(path)
   require(path.is_file(), 'llama2.c file', str(path), 'a file')
+  check_content(path)
   header = np.fromfile(path, '<i4', _HEADER)
   if len(header) < _HEADER:
     size = path.stat().st_size

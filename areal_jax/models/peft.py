@@ -18,7 +18,8 @@ import safetensors
 import safetensors.numpy
 
 from areal_jax.config import ConfigError, fetching, require
-from areal_jax.models import hf, lora
+from areal_jax.files import check_content, read_json
+from areal_jax.models import hf, lora, published
 from areal_jax.models.config import PROJECTIONS, LoraSettings, ModelConfig
 
 CONFIG = 'adapter_config.json'
@@ -99,11 +100,7 @@ def read_settings(folder: str | pathlib.Path) -> LoraSettings:
   if not path.is_file():
     hint = fetching(str(folder))
     raise ConfigError(f'there is no file {path}{hint}')
-  try:
-    described = json.loads(path.read_bytes())
-  except (json.JSONDecodeError, UnicodeDecodeError) as error:
-    raise ConfigError(f'{path} is not JSON: {error}') from error
-  require(isinstance(described, dict), str(path), described, 'a JSON object')
+  described = read_json(path)
   kind = described.get('peft_type')
   require(kind == 'LORA', f'{path}: peft_type', kind, "'LORA'")
   for name, idle in _UNUSED.items():
@@ -154,7 +151,8 @@ def load_peft(
           f'{wanted} as in {folder}')  # fmt: skip
   path = folder / WEIGHTS
   if not path.is_file():
-    raise ConfigError(f'there is no file {path}')
+    raise ConfigError(f'there is no file {path}{published.instead(folder)}')
+  check_content(path)
   try:
     tensors = safetensors.numpy.load_file(path)
   except safetensors.SafetensorError as error:

@@ -178,6 +178,48 @@ def half_split(rows: np.ndarray, heads: int) -> np.ndarray:
   return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
+# What may lie where safetensors of the usual names are missing, and the remedy;
+# the first that is found counts.
+_INSTEAD = (
+    (
+        'adapter_model.safetensors',
+        'adapters alone: policy.path is their base, policy.adapter this folder',
+    ),
+    (
+        'model-*-of-*.safetensors',
+        f'parts without {INDEX}: fetch that file too',
+    ),
+    (
+        '*.safetensors',
+        f'under another name: a single file has to be called {WEIGHTS}',
+    ),
+    *(
+        (
+            pattern,
+            'weights in a form of PyTorch that can run code when it is read:'
+            ' load them with its library and write them with'
+            ' `save_pretrained`, which makes safetensors',
+        )
+        for pattern in ('*.bin', '*.pt', '*.pth')
+    ),
+    ('*.gguf', 'to be converted by `python -m areal_jax.convert`'),
+)
+
+
+def instead(folder: pathlib.Path) -> str:
+  """What a folder has in place of the safetensors that were looked for.
+
+  Returns:
+    A part of a message that begins with a comma; empty where there is nothing.
+  """
+  for pattern, remedy in _INSTEAD:
+    found = sorted(path.name for path in folder.glob(pattern))
+    if found:
+      names = ', '.join(found[:3]) + (', ...' if len(found) > 3 else '')
+      return f', but {names}, {remedy}'
+  return ''
+
+
 # Helpers.
 
 

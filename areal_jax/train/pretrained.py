@@ -9,7 +9,6 @@ taken. Either is then loaded whole, or as far as it fits.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
@@ -24,8 +23,9 @@ from areal_jax.config import (
     resolve,
     to_dict,
 )
+from areal_jax.files import read_json
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import hf, lora, transformer
+from areal_jax.models import hf, lora, peft, transformer
 from areal_jax.models.config import (
     LoraSettings,
     ModelConfig,
@@ -68,12 +68,7 @@ class Pretrained:
       at = f'{self.saved.path / SHAPE}'
       return config_from_hf(_read_shape(self.saved), at)
     file = self.folder / 'config.json'
-    try:
-      published = json.loads(file.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-      raise ConfigError(f'{file} is not JSON: {error}') from error
-    right = isinstance(published, dict)
-    require(right, str(file), published, 'a JSON object')
+    published = read_json(file)
     hf.check_hf(self.folder)
     return config_from_hf(published, str(file))
 
@@ -194,6 +189,11 @@ def find(path: str, at: str) -> Pretrained:
       require(saved is not None, at, path,
               f'a whole checkpoint, but {"; ".join(refused)}')  # fmt: skip
       return Pretrained(None, saved)
+  if (folder / peft.CONFIG).is_file():
+    raise ConfigError(
+        f'{at} is {path!r}, which holds adapters alone ({peft.CONFIG}), wanted'
+        ' the policy that they belong to; the adapters go in policy.adapter'
+    )
   right = (folder / 'config.json').is_file()
   require(right, at, path, _WANTED + fetching(path))
   return Pretrained(folder)

@@ -1,11 +1,16 @@
 """Rows of JSON lines, Parquet and ArrayRecord files."""
 
+import json
+import subprocess
+import sys
+
 import pyarrow as pa
 from pyarrow import parquet
 import pytest
 
 from areal_jax.config import ConfigError
 from areal_jax.data.rows import read_rows
+from tests import files
 from tests.data.files import write
 
 ROWS = [
@@ -71,6 +76,42 @@ def test_bad_line_is_named(tmp_path, content, message):
   (tmp_path / 'x.jsonl').write_bytes(b'{}\n' + content)
   with pytest.raises(ConfigError, match=f'x.jsonl {message}'):
     read_rows(tmp_path / 'x.jsonl')
+
+
+@pytest.mark.parametrize('indent', [None, 2])
+@pytest.mark.parametrize('name', ['x.json', 'x.jsonl'])
+def test_a_json_array_is_refused_with_the_way_to_lines(tmp_path, name, indent):
+  path = tmp_path / name
+  path.write_text(json.dumps(ROWS, indent=indent))
+  with pytest.raises(
+      ConfigError, match=rf'{name} is a JSON array, wanted JSON lines.* python'
+  ) as found:
+    read_rows(path)
+  # The command of the message makes the file that is wanted.
+  command = str(found.value).partition('one object a line: ')[2]
+  command = command.replace('python -c', f'{sys.executable} -c', 1)
+  subprocess.run(command, shell=True, check=True)
+  assert [r.columns for r in read_rows(tmp_path / 'x.lines.jsonl')] == ROWS
+
+
+def test_one_object_over_several_lines_is_named(tmp_path):
+  path = tmp_path / 'x.json'
+  path.write_text(json.dumps({'data': ROWS}, indent=1))
+  with pytest.raises(ConfigError, match='is one JSON object over several line'):
+    read_rows(path)
+
+
+def test_lines_that_are_arrays_are_named_by_line(tmp_path):
+  (tmp_path / 'x.jsonl').write_text('[1]\n[2]\n')
+  with pytest.raises(ConfigError, match='line 1 is a list, wanted an object'):
+    read_rows(tmp_path / 'x.jsonl')
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_pointer_in_place_of_a_file_of_rows_is_named(tmp_path, name):
+  (tmp_path / name).write_text(files.POINTER)
+  with pytest.raises(ConfigError, match=f'{name} is a Git LFS pointer for 99 '):
+    read_rows(tmp_path / name)
 
 
 @pytest.mark.parametrize('name', NAMES)

@@ -16,8 +16,8 @@ from areal_jax.config import ConfigError, resolve
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import hf, transformer
 from areal_jax.models.config import FAMILIES, ModelConfig
-from areal_jax.models.hf import load_hf, save_hf
-from tests import tiny
+from areal_jax.models.hf import check_hf, load_hf, load_matching, save_hf
+from tests import files, tiny
 
 
 def make_config(**changes):
@@ -272,6 +272,121 @@ def test_a_missing_tensor_is_named(saved):
   with pytest.raises(
       ConfigError, match='lacks 1 tensors: model.layers.1.mlp.up_proj.weight'
   ):
+    load_hf(folder, None, None)
+
+
+def renamed(folder, rename):
+  """Gives every tensor another name."""
+  path = folder / 'model.safetensors'
+  tensors = st.load_file(path)
+  st.save_file({rename(name): x for name, x in tensors.items()}, path)
+
+
+@pytest.mark.parametrize(
+    'rename',
+    [
+        'base_model.model.{}'.format,
+        'module.{}'.format,
+        '_fsdp_wrapped_module.{}'.format,
+        '_orig_mod.{}'.format,
+        'language_model.{}'.format,
+        'module.base_model.model.{}'.format,
+        lambda name: name.replace(
+            'model.layers.', 'model._fsdp_wrapped_module.layers.'
+        ).replace('.mlp.', '._checkpoint_wrapped_module.mlp.'),
+        lambda name: name.replace('model.', 'model.language_model.', 1),
+        lambda name: name.removeprefix('model.'),
+        lambda name: f'base_model.model.{name.removeprefix("model.")}',
+    ],
+    ids=['peft', 'ddp', 'fsdp', 'compiled', 'inner', 'two', 'inside',
+         'inner5', 'bare', 'peft_bare'],
+)  # fmt: skip
+def test_wrappers_of_training_are_no_part_of_a_name(saved, rename):
+  folder, config, params = saved
+  renamed(folder, rename)
+  check_hf(folder)
+  _, got = load_hf(folder, None, None)
+  jax.tree.map(np.testing.assert_array_equal, got, params)
+  fresh = jax.tree.map(jnp.zeros_like, params)
+  got, left = load_matching(folder, config, fresh)
+  assert not left
+  jax.tree.map(np.testing.assert_array_equal, got, params)
+
+
+def test_a_name_that_two_tensors_have_without_wrappers_is_refused(saved):
+  folder, _, _ = saved
+  name = 'model.norm.weight'
+  change(folder, lambda t: t.update({f'module.{name}': np.zeros(8, 'f')}))
+  with pytest.raises(
+      ConfigError, match=f'tensors .*{name} and .*{name}, which are both {name}'
+  ):
+    load_hf(folder, None, None)
+
+
+@pytest.mark.parametrize('stored', ['lora_A.default', 'base_layer'])
+def test_adapters_that_are_not_merged_are_refused(saved, stored):
+  folder, _, _ = saved
+  front = 'base_model.model.model.layers.0.self_attn.q_proj'
+  name = f'{front}.{stored}.weight'
+  change(folder, lambda t: t.update({name: np.zeros((2, 8), 'f')}))
+  with pytest.raises(ConfigError, match='not merged.*merge_and_unload'):
+    load_hf(folder, None, None)
+
+
+def test_a_part_that_is_no_language_model_is_refused_as_it_is_named(saved):
+  folder, _, _ = saved
+  renamed(folder, 'language_model.{}'.format)
+  name = 'vision_tower.patch.weight'
+  change(folder, lambda t: t.update({name: np.zeros(3, 'f')}))
+  with pytest.raises(ConfigError, match=f'1 tensors with no place .* {name}'):
+    load_hf(folder, None, None)
+
+
+def test_a_model_without_its_head_is_told_what_could_be_meant(saved):
+  folder, _, _ = saved
+  change(folder, lambda t: t.pop('lm_head.weight'))
+  with pytest.raises(
+      ConfigError, match='lacks 1 tensors: lm_head.weight.*tie_word_embeddings'
+  ):
+    load_hf(folder, None, None)
+
+
+def test_tensors_of_another_model_are_named(saved):
+  folder, _, _ = saved
+  renamed(folder, 'transformer.h.{}'.format)
+  with pytest.raises(ConfigError, match='it has transformer.h.'):
+    load_hf(folder, None, None)
+
+
+@pytest.mark.parametrize(
+    'name, remedy',
+    [
+        ('pytorch_model.bin', 'PyTorch that can run code.*save_pretrained'),
+        ('pytorch_model-00001-of-00002.bin', 'PyTorch that can run code'),
+        ('consolidated.00.pth', 'PyTorch that can run code'),
+        ('adapter_model.safetensors', 'adapters alone: policy.path is'),
+        ('model-00001-of-00002.safetensors', 'without model.safetensors.index'),
+        ('consolidated.safetensors', 'has to be called model.safetensors'),
+        ('model-Q4_K_M.gguf', 'areal_jax.convert'),
+    ],
+)
+def test_weights_in_another_form_are_named_with_the_remedy(saved, name, remedy):
+  folder, _, _ = saved
+  (folder / 'model.safetensors').rename(folder / name)
+  with pytest.raises(
+      ConfigError, match=f'no file .*model.safetensors, but {name}, .*{remedy}'
+  ):
+    check_hf(folder)
+
+
+@pytest.mark.parametrize(
+    'name',
+    ['config.json', 'model.safetensors', 'model.safetensors.index.json'],
+)
+def test_pointers_in_place_of_files_are_named(saved, name):
+  folder, _, _ = saved
+  (folder / name).write_text(files.POINTER)
+  with pytest.raises(ConfigError, match=f'{name} is a Git LFS pointer for 99'):
     load_hf(folder, None, None)
 
 

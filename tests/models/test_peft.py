@@ -10,7 +10,7 @@ import safetensors.numpy
 from areal_jax.config import ConfigError
 from areal_jax.models import lora, peft, transformer
 from areal_jax.models.config import PROJECTIONS, LoraSettings
-from tests import tiny
+from tests import files, tiny
 
 CONFIG = tiny.config(
     lora=LoraSettings(projections=PROJECTIONS, rank=3, alpha=6.0)
@@ -125,3 +125,13 @@ def test_tensors_that_do_not_match_are_named(folder):
 def test_a_policy_without_adapters_has_none_to_write(tmp_path, params):
   with pytest.raises(ConfigError, match='lora.projections is .., wanted some'):
     peft.save_peft(tmp_path, lora.without(CONFIG), params)
+
+
+def test_adapters_in_another_form_are_named_with_the_remedy(folder):
+  weights = folder / 'adapter_model.safetensors'
+  weights.rename(folder / 'adapter_model.bin')
+  with pytest.raises(ConfigError, match='but adapter_model.bin, weights in a'):
+    peft.load_peft(folder, CONFIG)
+  weights.write_text(files.POINTER)
+  with pytest.raises(ConfigError, match='is a Git LFS pointer for 99 bytes'):
+    peft.load_peft(folder, CONFIG)

@@ -151,3 +151,11 @@ def test_policy_of_another_shape_is_refused(places):
   found = pretrained.find(str(places / 'running'), 'at')
   with pytest.raises(ConfigError, match=r'blocks/down is float32 of shape'):
     found.load(tiny.config(mlp_width=64), tiny.mesh(), Rules())
+
+
+def test_adapters_alone_are_no_policy(tmp_path):
+  (tmp_path / 'adapter_config.json').write_text('{"peft_type": "LORA"}')
+  with pytest.raises(
+      ConfigError, match='holds adapters alone .*adapters go in policy.adapter'
+  ):
+    pretrained.find(str(tmp_path), 'policy.path')
