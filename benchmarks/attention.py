@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.models import attention, forms
+from areal_jax.models import attention, forms, visibility
 from benchmarks import report
 
 Array = jax.Array
@@ -67,8 +67,8 @@ def compiled(form: str, arrays: tuple[Array, ...]) -> Any:
   platform = jax.devices()[0].platform
 
   def loss(q, k, v, segments):
-    sight = attention.Sight.of_rows(q.shape[1], segments)
-    mixed = attention.attend(q, k, v, sight, form=form, platform=platform)
+    visible = visibility.Visibility.of_rows(q.shape[1], segments)
+    mixed = attention.attend(q, k, v, visible, form=form, platform=platform)
     return jnp.sin(mixed.astype(jnp.float32)).sum()
 
   program = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))

@@ -78,7 +78,7 @@ def attend(
     one_head_at_a_time: bool = False,
     blocks: tuple[int, int],
 ) -> Array:
-  """softmax(q kᵀ) v by blocks; what a query sees is as in `attention.Sight`.
+  """softmax(q kᵀ) v by blocks; `visibility.py` says what a query sees.
 
   Args:
     q: [B, T, N, H] scaled queries.

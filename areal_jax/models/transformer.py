@@ -33,17 +33,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.mesh.rules import Rules, platform_of
-from areal_jax.models import attention, forms, lora, moe
-from areal_jax.models.attention import Sight
+from areal_jax.models import (
+    attention,
+    forms,
+    lora,
+    moe,
+    paged_attention,
+    visibility,
+)
 from areal_jax.models.config import ModelConfig, RopeScaling
 from areal_jax.models.moe import Routing
+from areal_jax.models.visibility import Visibility
 
 Array = jax.Array
 Mesh = jax.sharding.Mesh
 Params = dict[str, Any]
 Rope = tuple[Array, Array]  # cosines and sines [M, 1, H / 2] float32
 
-CACHE_AXES = attention.CACHE_AXES
+CACHE_AXES = paged_attention.CACHE_AXES
 
 _ACTIVATIONS = {
     'silu': jax.nn.silu,
@@ -66,7 +73,7 @@ _abstracts: dict[str, tuple[nnx.GraphDef, nnx.State]] = {}
 
 # attend(layer, window, cache, q [M, N, H], k [M, K, H], v [M, K, H]) gives the
 # mixture [M, N, H], the cache with k and v in it, and what the caller collects.
-Window = attention.Window | int | None
+Window = visibility.Window | int | None
 Attend = Callable[
     [Array, Window, Any, Array, Array, Array], tuple[Array, Any, Any]
 ]
@@ -357,7 +364,7 @@ class Transformer(nnx.Module):
     else:
       matrix = self.unembedding[...].astype(x.dtype)
     logits = jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
-    logits = attention.capped(layout(logits, 'tokens', 'vocab'), c.logit_cap)
+    logits = visibility.capped(layout(logits, 'tokens', 'vocab'), c.logit_cap)
     return _only_possible(c, logits)
 
 
@@ -373,7 +380,7 @@ def _only_possible(config: ModelConfig, logits: Array) -> Array:
   if possible[:count].all():
     # The usual case: all that is impossible comes last. No table is needed.
     possible = jnp.arange(len(possible)) < count
-  return jnp.where(possible, logits, attention.MASKED)
+  return jnp.where(possible, logits, visibility.MASKED)
 
 
 # Parameters.
@@ -634,8 +641,8 @@ def hidden_routed(
     given = jnp.swapaxes(layout.flat(given, None, None), 0, 1)
   routers = _Routers(given, layout.flat(segment_ids) != 0)
   # A sequence lies in one piece, so that places tell how far tokens are apart.
-  sight = Sight.of_rows(ids.shape[1], segment_ids)
-  attend = _row_attention(config, ids.shape, sight, layout)
+  visible = Visibility.of_rows(ids.shape[1], segment_ids)
+  attend = _row_attention(config, ids.shape, visible, layout)
   x, _, _, routing = model.walk(
       layout.flat(ids),
       layout.flat(positions),
@@ -796,7 +803,7 @@ def prefill_routed(
   attend = _row_attention(
       config,
       ids.shape,
-      Sight.of_rows(ids.shape[1]),
+      Visibility.of_rows(ids.shape[1]),
       layout,
       prefix=prefix,
       collect=True,
@@ -886,11 +893,11 @@ def decode_routed(
     at = (layer, pages, offsets)
 
     def written(x, new):
-      new = attention.as_cached(new, x).astype(x.dtype)
+      new = paged_attention.as_cached(new, x).astype(x.dtype)
       return layout(x.at[at].set(new, mode='drop'), *CACHE_AXES[: x.ndim])
 
     keys, values = (written(x, new) for x, new in zip(cache, (k, v)))
-    mixed = attention.attend_paged(
+    mixed = paged_attention.attend_paged(
         q,
         keys,
         values,
@@ -1171,13 +1178,13 @@ def _window(config: ModelConfig, layer: Array | int) -> Window:
   if isinstance(layer, int) or len(set(slides)) == 1:
     first = layer if isinstance(layer, int) else 0
     return config.sliding_window if slides[first] else None
-  return attention.Window(config.sliding_window, jnp.asarray(slides)[layer])
+  return visibility.Window(config.sliding_window, jnp.asarray(slides)[layer])
 
 
 def _row_attention(
     config: ModelConfig,
     shape: tuple[int, ...],
-    sight: Sight,
+    visible: Visibility,
     layout: _Layout,
     *,
     prefix: Prefix | None = None,
@@ -1197,7 +1204,7 @@ def _row_attention(
           q,
           k,
           v,
-          sight,
+          visible,
           window=window,
           cap=config.attention_cap,
           platform=layout.platform,
@@ -1210,7 +1217,7 @@ def _row_attention(
           q,
           k,
           v,
-          sight.mask(window),
+          visible.mask(window),
           prefix.keys,
           prefix.values,
           layer,

@@ -49,7 +49,7 @@ import numpy as np
 from areal_jax.config import require
 from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules, mesh_axes
-from areal_jax.models import attention, transformer
+from areal_jax.models import paged_attention, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import UNKNOWN
 from areal_jax.rollout import sampling
@@ -1067,7 +1067,9 @@ class Engine:
     def put(i, cache):
       where = tables[i, :pages]
       return tuple(
-          x.at[:, where].set(attention.as_cached(paged(new), x), mode='drop')
+          x.at[:, where].set(
+              paged_attention.as_cached(paged(new), x), mode='drop'
+          )
           for x, new in zip(cache, (prefix.keys, prefix.values))
       )
 
@@ -1107,7 +1109,9 @@ class Engine:
     if routing is not None:
       routing = routing.reshape(*pieces['ids'].shape, *routing.shape[1:])
     keys, values = (
-        x.at[:, where].set(attention.as_cached(paged(new), x), mode='drop')
+        x.at[:, where].set(
+            paged_attention.as_cached(paged(new), x), mode='drop'
+        )
         for x, new in ((state.keys, keys), (state.values, values))
     )
     return dataclasses.replace(state, keys=keys, values=values), routing

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import attention, blockwise
+from areal_jax.models import attention, blockwise, paged_attention, visibility
 from tests import tiny
 
 # Compiles in half the time; what it runs here is small.
@@ -82,16 +82,16 @@ def test_a_sight_sees_its_segment_up_to_its_place_and_within_its_window():
   # Two sequences and padding, of which the second half of the queries asks.
   segments = np.array([[1, 1, 2, 2, 2, 0]])
   places = np.arange(6)
-  sight = attention.Sight(places[3:], places, segments[:, 3:], segments)
+  visible = visibility.Visibility(places[3:], places, segments[:, 3:], segments)
   wanted = np.array([
       [0, 0, 1, 1, 0, 0],
       [0, 0, 1, 1, 1, 0],
       [0, 0, 0, 0, 0, 0],
   ])  # fmt: skip
-  np.testing.assert_array_equal(sight.mask()[0], wanted)
+  np.testing.assert_array_equal(visible.mask()[0], wanted)
   wanted[1, 2] = 0
-  np.testing.assert_array_equal(sight.mask(2)[0], wanted)
-  alone = attention.Sight.of_rows(3)
+  np.testing.assert_array_equal(visible.mask(2)[0], wanted)
+  alone = visibility.Visibility.of_rows(3)
   np.testing.assert_array_equal(alone.mask()[0], np.tri(3))
 
 
@@ -110,8 +110,10 @@ def _value_and_gradient(form, segments, *inputs, **more):
 
   def loss(*inputs):
     *inputs, segments = inputs
-    sight = attention.Sight.of_rows(inputs[0].shape[1], segments)
-    mixed = attention.attend(*inputs, sight, form=form, platform='cpu', **more)
+    visible = visibility.Visibility.of_rows(inputs[0].shape[1], segments)
+    mixed = attention.attend(
+        *inputs, visible, form=form, platform='cpu', **more
+    )
     mixed = jnp.where((segments != 0)[..., None, None], mixed, 0)
     return jnp.sin(mixed).sum(), mixed
 
@@ -144,16 +146,16 @@ def test_a_window_that_the_layer_decides_is_that_of_the_layer(form):
 
   @functools.partial(jax.jit, compiler_options=QUICK)
   def run(slides):
-    sight = attention.Sight.of_rows(256, inputs[3])
-    window = attention.Window(20, slides)
+    visible = visibility.Visibility.of_rows(256, inputs[3])
+    window = visibility.Window(20, slides)
     return attention.attend(
-        *inputs[:3], sight, form=form, platform='cpu', window=window
+        *inputs[:3], visible, form=form, platform='cpu', window=window
     )
 
   for slides in (False, True):
     wanted = attention.attend(
         *inputs[:3],
-        attention.Sight.of_rows(256, inputs[3]),
+        visibility.Visibility.of_rows(256, inputs[3]),
         form='grouped',
         platform='cpu',
         window=20 if slides else None,
@@ -204,8 +206,8 @@ def test_memory_of_a_gradient_grows_with_the_length_in_the_form_for_long_rows(
     segments = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
     def loss(q, k, v, segments):
-      sight = attention.Sight.of_rows(tokens, segments)
-      mixed = attention.attend(q, k, v, sight, form=form, platform='cpu')
+      visible = visibility.Visibility.of_rows(tokens, segments)
+      mixed = attention.attend(q, k, v, visible, form=form, platform='cpu')
       return jnp.sin(mixed).sum()
 
     program = jax.jit(jax.grad(loss, (0, 1, 2)))
@@ -245,11 +247,11 @@ FORMS = ('side_by_side', 'gathered', 'mosaic', 'triton')
 def _paged(form, q, keys, values, layer, table, positions, **more):
   """`attend_paged` in a form, its cache as that wants it."""
   if form in FORMS[:2]:
-    run = getattr(attention, f'attend_{form}')
+    run = getattr(paged_attention, f'attend_{form}')
     return run(q, keys, values, layer, table, positions, **more)
   if form == 'mosaic':
     keys, values = (x.reshape(*x.shape[:3], -1) for x in (keys, values))
-  return attention.attend_paged(
+  return paged_attention.attend_paged(
       q,
       keys,
       values,
@@ -322,7 +324,7 @@ def test_kernels_over_pages_walk_slots_of_unlike_lengths(form):
   positions = np.array([page * columns - 1, 7, 700])
   program = jax.jit(functools.partial(_paged, form))
   got = program(q, keys, values, 1, table, positions)
-  wanted = attention.attend_gathered(q, keys, values, 1, table, positions)
+  wanted = paged_attention.attend_gathered(q, keys, values, 1, table, positions)
   np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
@@ -337,7 +339,7 @@ def test_long_sequences_are_read_in_blocks_on_a_cpu(window, monkeypatch):
   more = dict(window=window, cap=2.0)
 
   def compiled(live):
-    monkeypatch.setattr(attention, '_LIVE', live)
+    monkeypatch.setattr(paged_attention, '_LIVE', live)
     program = functools.partial(_paged, 'side_by_side', **more)
     inputs = q, keys, values, 1, table, positions
     program = jax.jit(program, static_argnums=3).lower(*inputs).compile()
@@ -345,7 +347,7 @@ def test_long_sequences_are_read_in_blocks_on_a_cpu(window, monkeypatch):
     return got, program.memory_analysis().temp_size_in_bytes
 
   (whole, much), (blocks, less) = compiled(2**20), compiled(256)
-  wanted = attention.attend_gathered(
+  wanted = paged_attention.attend_gathered(
       q, keys, values, 1, table, positions, **more
   )
   for got in whole, blocks:
@@ -354,7 +356,9 @@ def test_long_sequences_are_read_in_blocks_on_a_cpu(window, monkeypatch):
   assert less < (much if isinstance(window, int) else much / 3)
   # A block left out is seen.
   planted = positions - np.array([256, 0, 0, 0])
-  missed = attention.attend_gathered(q, keys, values, 1, table, planted, **more)
+  missed = paged_attention.attend_gathered(
+      q, keys, values, 1, table, planted, **more
+  )
   assert np.abs(missed - wanted)[0].max() > 1e-3
 
 
@@ -365,7 +369,7 @@ def test_kernels_over_pages_run_where_heads_are_cut(form):
   where = dict(mesh=tiny.mesh(1, 2), rules=Rules())
   program = jax.jit(functools.partial(_paged, form, **where))
   got = program(q, keys, values, 0, table, positions)
-  wanted = attention.attend_gathered(q, keys, values, 0, table, positions)
+  wanted = paged_attention.attend_gathered(q, keys, values, 0, table, positions)
   np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
@@ -375,7 +379,7 @@ def test_a_known_window_reads_its_own_pages_alone():
   cache = shape(1, 128, 4, 2, 4)
 
   def work(window):
-    program = lambda q, k, v, table, at: attention.attend_paged(
+    program = lambda q, k, v, table, at: paged_attention.attend_paged(
         q, k, v, 0, table, at, window=window, platform='cpu'
     )
     inputs = shape(2, 4, 4), cache, cache, whole(2, 64), whole(2)

@@ -13,7 +13,7 @@ import pytest
 from areal_jax.compile_check.chips import has_libtpu, parse_topology
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import mesh_of
-from areal_jax.models import attention, transformer
+from areal_jax.models import attention, paged_attention, transformer, visibility
 from areal_jax.models.config import ModelConfig
 from areal_jax.rollout.engine import Engine, EngineSettings
 
@@ -75,7 +75,7 @@ def test_attention_on_tpus_is_a_kernel_forward_and_backward(tpu, rules):
         q,
         k,
         v,
-        attention.Sight.of_rows(1024, segments),
+        visibility.Visibility.of_rows(1024, segments),
         platform='tpu',
         window=300,
         cap=50.0,
@@ -166,15 +166,15 @@ def test_programs_for_gpus_have_the_kernels():
   rows = shape(2, 256, 4, 64), shape(2, 256, 2, 64), shape(2, 256, 2, 64)
 
   def loss(q, k, v, segments):
-    sight = attention.Sight.of_rows(256, segments)
-    mixed = attention.attend(q, k, v, sight, platform='gpu')
+    visible = visibility.Visibility.of_rows(256, segments)
+    mixed = attention.attend(q, k, v, visible, platform='gpu')
     return mixed.astype(jnp.float32).sum()
 
   text = lowered(jax.grad(loss, (0, 1, 2)), *rows, whole(2, 256))
   assert 'mha_forward' in text and 'mha_backward' in text
 
   def decode(q, keys, values, table, positions):
-    return attention.attend_paged(
+    return paged_attention.attend_paged(
         q, keys, values, 1, table, positions, platform='gpu'
     )
 
