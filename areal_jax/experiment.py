@@ -14,7 +14,7 @@ import math
 import os
 import pathlib
 import tempfile
-from typing import Any, Callable, Literal, Mapping
+from typing import Any, Callable, Literal, Mapping, NoReturn, Sequence
 
 from etils import epath
 import jax
@@ -23,6 +23,7 @@ from areal_jax import config as config_lib
 from areal_jax.buffer import StalenessPolicy
 from areal_jax.config import ConfigError, Mistakes, fetching, named, require
 from areal_jax.data import problems as problems_lib
+from areal_jax.data.problems import check_text
 from areal_jax.data.sources import (
     Sources,
     SourceSettings,
@@ -49,8 +50,10 @@ from areal_jax.tokenizer.chat_template import ChatTemplate
 from areal_jax.tokenizer.files import (
     Opened,
     beside_weights,
+    holds_tokenizer,
     open_tokenizer,
 )
+from areal_jax.tokenizer.round_trip import round_trip
 from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
 from areal_jax.train import pretrained
 from areal_jax.train.checkpoint import CheckpointSettings
@@ -63,7 +66,7 @@ from areal_jax.train.trainer import (
     build_steps,
     compile_ahead,
 )
-from areal_jax.types import Problem, SamplingParams
+from areal_jax.types import Message, Problem, SamplingParams
 
 
 @dataclasses.dataclass
@@ -82,7 +85,9 @@ class TaskSettings:
     eval_sources: such files with the held-out problems.
     too_long: whether a prompt longer than the engine takes is refused, or its
       problem left out and counted.
-    texts: function that returns texts to train a tokenizer on.
+    texts: function that returns texts to train a tokenizer on; empty for the
+      prompts and answers of the problems, and of the demonstrations if there
+      is a warm start.
     demonstrations: function of (count, seed) that returns (prompt, answer)
       pairs for the warm start.
     demonstration_count: how many of them.
@@ -97,7 +102,7 @@ class TaskSettings:
   train_sources: tuple[SourceSettings, ...] = ()
   eval_sources: tuple[SourceSettings, ...] = ()
   too_long: Literal['refuse', 'drop'] = 'refuse'
-  texts: str = 'areal_jax.data.running_totals:texts'
+  texts: str = ''
   demonstrations: str = 'areal_jax.data.running_totals:habitual'
   demonstration_count: int = 20_000
   seed: int = 0
@@ -122,7 +127,9 @@ class TokenizerSettings:
 
   Attributes:
     path: a sentencepiece `.model`, a `tokenizer.json`, a folder with either or
-      the folder of a run; empty to train one when the run starts.
+      the folder of a run. Empty for the one that lies with the policy at
+      `policy.path`, or, where there is no such policy, to train one when the
+      run starts.
     kind: of the one that is trained.
     vocab_size: of the one that is trained; 0 for what 'char' needs.
     add_bos: whether every prompt that is a plain text begins with the BOS id.
@@ -619,6 +626,9 @@ class Prepared:
     demonstrations: (prompt ids, answer ids) of the warm start.
     sampling: how training answers are sampled.
     evaluation_sampling: how evaluation answers are.
+    changed_prompts: what the tokenizer's own rules change in prompts, such as
+      composing letters, a line each.
+    lost_answers: right answers that the tokenizer cannot write, a line each.
   """
 
   settings: Experiment
@@ -636,6 +646,20 @@ class Prepared:
   demonstrations: tuple[tuple[list[int], list[int]], ...]
   sampling: SamplingParams
   evaluation_sampling: SamplingParams
+  changed_prompts: tuple[str, ...]
+  lost_answers: tuple[str, ...]
+
+  @property
+  def cautions(self) -> list[str]:
+    """What works but is hardly meant of the data and the tokenizer."""
+    return [
+        f'{what.format(len(found))}, such as that of {found[0]}'
+        for what, found in (
+            ('the tokenizer changes {} prompts', self.changed_prompts),
+            ('the policy cannot write {} right answers', self.lost_answers),
+        )
+        if found
+    ]
 
   @property
   def max_running(self) -> int:
@@ -669,17 +693,25 @@ def prepare(experiment: Experiment) -> Prepared:
   with mistakes:
     train, evaluation = _problems(settings)
   with mistakes:
-    opened = _tokenizer(settings)
+    pairs = _demonstrations(settings)
+  with mistakes:
+    opened = _named_tokenizer(settings)
   with mistakes:
     source = _pretrained(settings)
   mistakes.tell()
+  opened = opened or _unnamed_tokenizer(
+      settings, source, lambda: _own_texts(settings, train, evaluation, pairs)
+  )
   tokenizer = opened.tokenizer
   model = _model(settings, source, tokenizer)
   prompts: dict[str, tuple[int, ...]] = {}
   left_out = {}
+  changed: list[str] = []
   for split, sources in (('train', train), ('eval', evaluation)):
     left_out[f'{split}_bad_rows'] = len(sources.bad_rows)
-    left_out[f'{split}_too_long'] = _prompts(settings, opened, sources, prompts)
+    left_out[f'{split}_too_long'] = _prompts(
+        settings, opened, sources, prompts, changed
+    )
   train, evaluation = (_with_prompt(s, prompts) for s in (train, evaluation))
   _check_numbers(settings, train, evaluation, left_out)
   return Prepared(
@@ -695,11 +727,13 @@ def prepare(experiment: Experiment) -> Prepared:
       evaluation=evaluation.problems,
       left_out=left_out,
       prompts=prompts,
-      demonstrations=_demonstrations(settings, tokenizer),
+      demonstrations=_demonstrated_ids(settings, tokenizer, pairs),
       sampling=_sampling(
           settings, tokenizer, temperature=settings.rollout.temperature
       ),
       evaluation_sampling=_evaluation_sampling(settings, tokenizer),
+      changed_prompts=tuple(changed),
+      lost_answers=tuple(_lost_answers(tokenizer, train.problems)),
   )
 
 
@@ -733,15 +767,16 @@ def prepare_policy(experiment: Experiment, **choice: Any) -> PreparedPolicy:
     ConfigError: anything in them that cannot work.
   """
   settings = config_lib.resolve(experiment)
-  for at, path, wanted in (
-      ('policy.path', settings.policy.path, 'the folder of a trained policy'),
-      ('tokenizer.path', settings.tokenizer.path, "that policy's tokenizer"),
-  ):
-    require(bool(path), f'config.{at}', path, wanted)
-  tokenizer = _tokenizer(settings).tokenizer
+  require(bool(settings.policy.path), 'config.policy.path',
+          settings.policy.path, 'the folder of a trained policy')  # fmt: skip
+  source = _pretrained(settings)
+  # Nothing is asked yet, so there is no text to train a tokenizer on.
+  at = settings.tokenizer.path or _own_tokenizer(settings, source)
+  if at is None:
+    _refuse_without_tokenizer(settings, source)
+  tokenizer = _opened_tokenizer(settings, at).tokenizer
   with named('config.tokenizer'):  # one prompt, to see that there can be any
     render_prompt(tokenizer, '0', add_bos=settings.tokenizer.add_bos)
-  source = _pretrained(settings)
   return PreparedPolicy(
       settings=settings,
       model=_model(settings, source, tokenizer),
@@ -782,8 +817,13 @@ def prepare_shapes(experiment: Experiment) -> PreparedShapes:
   if path and taken:
     model = _shape_at(settings, 'policy.path', path)
   else:
-    tokenizer = _tokenizer(settings).tokenizer
-    model = _own_shape(settings, tokenizer)
+    source = _pretrained(settings)
+    texts = lambda: _own_texts(
+        settings, *_problems(settings), _demonstrations(settings)
+    )
+    opened = _named_tokenizer(settings)
+    opened = opened or _unnamed_tokenizer(settings, source, texts)
+    model = _own_shape(settings, opened.tokenizer)
   model = _checked_model(settings, model)
   path, reference = settings.train.reference_path, None
   if path:
@@ -879,21 +919,91 @@ def _with_prompt(sources: Sources, prompts: Mapping[str, Any]) -> Sources:
   return Sources(tuple(problems), tuple(parts), sources.bad_rows)
 
 
-def _tokenizer(settings: Experiment) -> Opened:
+def _named_tokenizer(settings: Experiment) -> Opened | None:
+  """The tokenizer at `tokenizer.path`; None if that is empty."""
+  path = settings.tokenizer.path
+  return _opened_tokenizer(settings, path) if path else None
+
+
+def _unnamed_tokenizer(
+    settings: Experiment,
+    source: Pretrained | None,
+    texts: Callable[[], list[str]],
+) -> Opened:
+  """The policy's own tokenizer, or a new one.
+
+  Args:
+    settings: of the run.
+    source: what lies at `policy.path`.
+    texts: returns those of the task, should a tokenizer be trained on them.
+  """
   wanted = settings.tokenizer
-  chat = dict(template=wanted.chat_template, variables=wanted.chat_variables)
-  if wanted.path:
-    with named('config.tokenizer.path'):
-      return open_tokenizer(wanted.path, **chat)
-  texts = _call(settings.task.texts, 'config.task.texts')
+  if source is not None:
+    own = _own_tokenizer(settings, source)
+    if own is not None:
+      return _opened_tokenizer(settings, own)
+    if settings.policy.load == 'all':
+      _refuse_without_tokenizer(settings, source)
+  task = settings.task
+  found = _call(task.texts, 'config.task.texts') if task.texts else texts()
   with tempfile.TemporaryDirectory() as folder, named('config.tokenizer'):
     path = train_sentencepiece(
-        texts,
+        found,
         pathlib.Path(folder) / 'tokenizer.model',
         kind=wanted.kind,
         vocab_size=wanted.vocab_size or None,
     )
-    return open_tokenizer(path, **chat)
+    return open_tokenizer(path, **_chat_settings(settings))
+
+
+def _opened_tokenizer(settings: Experiment, path: str) -> Opened:
+  with named('config.tokenizer.path'):
+    return open_tokenizer(path, **_chat_settings(settings))
+
+
+def _chat_settings(settings: Experiment) -> dict[str, Any]:
+  wanted = settings.tokenizer
+  return dict(template=wanted.chat_template, variables=wanted.chat_variables)
+
+
+def _own_tokenizer(settings: Experiment, source: Pretrained) -> str | None:
+  """The folder with the tokenizer of a policy; None if none lies with it."""
+  folders = (source.place, settings.policy.path)  # the latter may be a run's
+  return next((f for f in folders if holds_tokenizer(f)), None)
+
+
+def _refuse_without_tokenizer(
+    settings: Experiment, source: Pretrained
+) -> NoReturn:
+  """Says what is missing: in a new tokenizer a policy's ids mean nothing."""
+  source.shape()  # a policy that cannot be read is the first thing to say
+  raise ConfigError(
+      "config.tokenizer.path is '', and no tokenizer.json or tokenizer.model"
+      f' lies with config.policy.path={settings.policy.path!r}, wanted the path'
+      ' of the tokenizer that this policy was trained with'
+  )
+
+
+def _own_texts(
+    settings: Experiment,
+    train: Sources,
+    evaluation: Sources,
+    pairs: Sequence[tuple[str, str]],
+) -> list[str]:
+  """Prompts and answers of the task, to train a tokenizer on."""
+  template = settings.tokenizer.chat_template
+  chat = ChatTemplate(template) if template else None
+  texts = [text for pair in pairs for text in pair]
+  for problem in (*train.problems, *evaluation.problems):
+    prompt = problem.prompt
+    if isinstance(prompt, str):
+      texts.append(prompt)
+    elif chat is None:
+      texts += [message.content for message in prompt]
+    else:
+      texts.append(chat.render(prompt))
+    texts.append(problem.answer)
+  return texts
 
 
 def _call(spec: str, at: str, *arguments: Any) -> Any:
@@ -959,7 +1069,8 @@ def _loaded_shape(
   require(
       tokenizer.vocab_size <= model.vocab_size,
       'config.tokenizer.path',
-      f'{settings.tokenizer.path} with {tokenizer.vocab_size} ids',
+      f"{settings.tokenizer.path or 'that of the policy'} with"
+      f' {tokenizer.vocab_size} ids',
       f'at most the {model.vocab_size} of config.{at}',
   )
   return dataclasses.replace(
@@ -1226,10 +1337,19 @@ def _prompts(
     opened: Opened,
     sources: Sources,
     prompts: dict[str, tuple[int, ...]],
+    changed: list[str],
 ) -> int:
   """Adds the ids of each prompt that is no longer than the engine takes.
 
-  Returns the number of the others.
+  Args:
+    settings: of the run.
+    opened: the tokenizer.
+    sources: their problems.
+    prompts: the ids are added to these, by problem id.
+    changed: what the tokenizer does to prompts by its own rules is added.
+
+  Returns:
+    The number of the others.
   """
   limit = settings.rollout.engine.max_prompt_length
   too_long = 0
@@ -1241,8 +1361,10 @@ def _prompts(
           add_bos=settings.tokenizer.add_bos,
           chat=opened.chat,
       )
+      change = _prompt_change(settings, opened, problem.prompt, ids)
     if len(ids) <= limit:
       prompts[problem.id] = tuple(ids)
+      changed += [f'{problem.id!r}: {change}'] if change else []
       continue
     too_long += 1
     require(
@@ -1255,10 +1377,38 @@ def _prompts(
   return too_long
 
 
-def _demonstrations(
-    settings: Experiment, tokenizer: Tokenizer
-) -> tuple[tuple[list[int], list[int]], ...]:
-  """Token ids of the warm start's pairs, each answer ended like a sample."""
+def _prompt_change(
+    settings: Experiment,
+    opened: Opened,
+    prompt: str | tuple[Message, ...],
+    ids: Sequence[int],
+) -> str:
+  """What the tokenizer changes in a prompt, see `round_trip`.
+
+  Raises:
+    ConfigError: it loses something.
+  """
+  if not isinstance(prompt, str):
+    return round_trip(opened.tokenizer, opened.chat.render(prompt), ids)
+  front = 1 if settings.tokenizer.add_bos else 0
+  return round_trip(opened.tokenizer, prompt, ids[front:])
+
+
+def _lost_answers(
+    tokenizer: Tokenizer, problems: Sequence[Problem]
+) -> list[str]:
+  """What the tokenizer loses in right answers, a line each."""
+  lost = []
+  for problem in problems:
+    try:
+      round_trip(tokenizer, problem.answer, tokenizer.encode(problem.answer))
+    except ConfigError as error:
+      lost.append(f'{problem.id!r}: {error}')
+  return lost
+
+
+def _demonstrations(settings: Experiment) -> tuple[tuple[str, str], ...]:
+  """The warm start's pairs of prompt and answer; none without a warm start."""
   if not settings.warm_start.steps:
     return ()
   task = settings.task
@@ -1272,8 +1422,6 @@ def _demonstrations(
       len(found),
       f'at least warm_start.batch={settings.warm_start.batch}',
   )
-  end = list(tokenizer.eos_ids[:1]) if settings.rollout.stop_at_eos else []
-  pairs = []
   for i, pair in enumerate(found):
     right = (
         isinstance(pair, (tuple, list))
@@ -1281,13 +1429,33 @@ def _demonstrations(
         and all(isinstance(text, str) for text in pair)
     )
     require(right, f'item {i} of {at}', pair, 'a prompt and an answer')
-    prompt, answer = pair
-    with named(f'item {i} of {at}'):
-      ids = render_prompt(tokenizer, prompt, add_bos=settings.tokenizer.add_bos)
-    ending = tokenizer.encode(answer) + end
-    require(bool(ending), f'item {i} of {at}', pair, 'an answer of some token')
-    pairs.append((ids, ending))
-  longest = max(len(p) + len(a) for p, a in pairs)
+    for text in pair:
+      check_text(text, f'item {i} of {at}')
+  return tuple(map(tuple, found))
+
+
+def _demonstrated_ids(
+    settings: Experiment,
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+) -> tuple[tuple[list[int], list[int]], ...]:
+  """Token ids of the warm start's pairs, each answer ended like a sample."""
+  if not pairs:
+    return ()
+  end = list(tokenizer.eos_ids[:1]) if settings.rollout.stop_at_eos else []
+  add_bos = settings.tokenizer.add_bos
+  found = []
+  for i, (prompt, answer) in enumerate(pairs):
+    at = f'item {i} of config.task.demonstrations'
+    with named(at):
+      ids = render_prompt(tokenizer, prompt, add_bos=add_bos)
+      ending = tokenizer.encode(answer)
+      round_trip(tokenizer, prompt, ids[1:] if add_bos else ids)
+      round_trip(tokenizer, answer, ending)
+    ending += end
+    require(bool(ending), at, (prompt, answer), 'an answer of some token')
+    found.append((ids, ending))
+  longest = max(len(p) + len(a) for p, a in found)
   row = settings.warm_start.packing.row_tokens
   require(
       longest <= row,
@@ -1295,7 +1463,7 @@ def _demonstrations(
       row,
       f'at least {longest}, the longest demonstration',
   )
-  return tuple(pairs)
+  return tuple(found)
 
 
 def _evaluation_sampling(

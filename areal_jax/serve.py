@@ -160,7 +160,7 @@ def _start(policy: PreparedPolicy, port: int) -> Any:
   engine = jetstream.JetStreamEngine(
       Engine(model, settings.rollout.engine, mesh, rules),
       params,
-      tokenizer_path=settings.tokenizer.path,
+      tokenizer_path=policy.tokenizer.path,
       add_bos=settings.tokenizer.add_bos,
       sampling=policy.sampling,
   )

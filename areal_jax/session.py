@@ -545,7 +545,7 @@ class Session:
       note(f'algorithm {self._settings.algorithm}, changed in')
     for change in changes:
       note(f'  {change}')
-    for caution in cautions(self._settings):
+    for caution in (*cautions(self._settings), *self._prepared.cautions):
       note(f'caution: {caution}')
     for refused in self._start.refused:
       note(refused)

@@ -24,7 +24,10 @@ def experiment(output: str | os.PathLike, **changes: Any) -> Experiment:
       output=str(output),
       steps=1,
       task=TaskSettings(
-          train_problems=8, eval_problems=4, demonstration_count=8
+          train_problems=8,
+          eval_problems=4,
+          texts='areal_jax.data.running_totals:texts',
+          demonstration_count=8,
       ),
       policy=PolicySettings(
           model=ModelConfig(

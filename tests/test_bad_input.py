@@ -54,7 +54,7 @@ def inputs(tmp_path_factory) -> pathlib.Path:
       ),
       'broken.jsonl': f'{row()}\n\n{{"id": "b", "prompt"',
       'lacking.jsonl': '{"id": "a", "prompt": "1+2="}',
-      'typed.jsonl': row(answer=3),
+      'typed.jsonl': row(answer=[3]),
       'twice.jsonl': f'{row()}\n{row()}',
       'empty.jsonl': '',
       'four.jsonl': '\n'.join(row(id=i) for i in 'abcd'),
@@ -451,7 +451,7 @@ def test_no_number_may_be_without_sense(path):
         case(
             'row_of_another_type',
             {'task.train_file': '@typed.jsonl'},
-            '@typed.jsonl line 1: answer is 3, wanted a text',
+            '@typed.jsonl line 1: answer is [3], wanted a text or a number',
         ),
         case(
             'id_that_two_rows_have',

@@ -1,5 +1,6 @@
 """What `prepare` makes of right settings. Wrong ones: `test_bad_input.py`."""
 
+import gzip
 import json
 import math
 import pathlib
@@ -9,13 +10,19 @@ import sys
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
+from areal_jax import convert
 from areal_jax.config import ConfigError, from_dict, resolve, to_dict
+from areal_jax.convert import Conversion
+from areal_jax.data.running_totals import texts
 from areal_jax.experiment import (
     Experiment,
     algorithm_changes,
     cautions,
     prepare,
+    prepare_policy,
+    prepare_shapes,
     use_algorithm,
 )
 from areal_jax.losses.advantages import AdvantageSettings, Normalization
@@ -24,9 +31,14 @@ from areal_jax.losses.presets import PRESETS
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.hf import save_hf
-from areal_jax.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
+from areal_jax.telemetry import run_folder
+from areal_jax.tokenizer.sentencepiece_tokenizer import (
+    SentencePieceTokenizer,
+    train_sentencepiece,
+)
 from tests.small_experiment import experiment
 
+TOTALS = 'areal_jax.data.running_totals:texts'
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ALPHABET = 14 + 4  # digits and '+=;.', and the special pieces
 
@@ -117,6 +129,191 @@ def test_the_tokenizer_can_be_saved_and_opened_again(tmp_path):
   assert again.prompts == got.prompts
 
 
+def sorting(folder: pathlib.Path) -> dict[str, str]:
+  """A task of somebody's own: 'sort: 964 ->' is answered by '4 6 9'."""
+  rows = [
+      (f's{n}', f'sort: {n} ->', ' '.join(sorted(str(n))))
+      for n in (964, 750, 318, 242, 111)
+  ]
+  return dict(
+      task__train_file=write_rows(folder / 'sort.jsonl', *rows[:4]),
+      task__eval_file=write_rows(folder / 'held_out.jsonl', *rows[4:]),
+      task__texts='',
+  )
+
+
+def test_a_tokenizer_is_trained_on_the_tasks_own_prompts_and_answers(tmp_path):
+  assert Experiment().task.texts == ''
+  got = prepare(experiment(tmp_path, **sorting(tmp_path)))
+  # 9 of the 10 digits (8 and 9 among them), 'sort: ->' and special pieces.
+  assert got.tokenizer.vocab_size == 10 + len(set('sort: ->')) + 4
+  for problem in (*got.train, *got.evaluation):
+    ids = got.prompts[problem.id][1:]
+    assert got.tokenizer.unk_id not in ids
+    assert got.tokenizer.decode(ids) == problem.prompt
+  assert got.cautions == []
+  # The shapes of a run are known from the same texts.
+  shapes = prepare_shapes(experiment(tmp_path, **sorting(tmp_path)))
+  assert shapes.model == got.model
+
+
+def test_demonstrations_and_chats_are_own_texts_too(tmp_path):
+  template = '{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}'
+  rows = [
+      {
+          'id': i,
+          'prompt': [{'role': 'user', 'content': f'sort {i}'}],
+          'answer': f'{i}',
+      }
+      for i in range(4)
+  ]
+  (tmp_path / 'chat.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+  chat = dict(
+      task__train_file=str(tmp_path / 'chat.jsonl'),
+      task__texts='',
+      tokenizer__chat_template=template,
+  )
+  got = prepare(experiment(tmp_path, **chat))
+  assert got.tokenizer.decode(got.prompts['3']) == '<user>sort 3'
+  short = got.tokenizer.vocab_size
+  # Those of the warm start are sums.
+  got = prepare(experiment(tmp_path, **chat, warm_start__steps=1))
+  assert got.tokenizer.vocab_size >= short
+  assert got.tokenizer.unk_id not in got.tokenizer.encode('+=;.')
+
+
+def test_a_prompt_that_the_tokenizer_loses_is_refused_with_its_id(tmp_path):
+  own = {**sorting(tmp_path), 'task__texts': TOTALS}
+  with pytest.raises(
+      ConfigError,
+      match="the prompt of problem 's964': 'sort: 964 ->' comes back as .*"
+      'unknown one: it has none for',
+  ):
+    prepare(experiment(tmp_path, **own))
+
+
+def test_a_demonstration_that_the_tokenizer_loses_is_refused(tmp_path):
+  path = train_sentencepiece(['0123456789+='], tmp_path / 'few.model')
+  wrong = dict(warm_start__steps=1, tokenizer__path=str(path))
+  with pytest.raises(
+      ConfigError,
+      match=r"item \d+ of config.task.demonstrations: .* it has none for '",
+  ):
+    prepare(experiment(tmp_path, **wrong))
+
+
+def test_an_answer_that_the_tokenizer_cannot_write_is_a_caution(tmp_path):
+  rows = [(f'{n}', f'{n}+1=', 'two' if n == 1 else '2.') for n in range(4)]
+  path = write_rows(tmp_path / 'words.jsonl', *rows)
+  (told,) = prepare(experiment(tmp_path, task__train_file=path)).cautions
+  assert told.startswith(
+      "the policy cannot write 1 right answers, such as that of '1': 'two'"
+  )
+  assert "it has none for 't', 'w', 'o'" in told
+
+
+def test_a_prompt_that_a_published_tokenizer_composes_is_a_caution(
+    data_dir, tmp_path
+):
+  folder = data_dir / 'tokenizers/qwen3'
+  (tmp_path / 'tokenizer.json').write_bytes(
+      gzip.decompress((folder / 'tokenizer.json.gz').read_bytes())
+  )
+  rows = [(f'{n}', f'cafe\u0301 {n}?', '2') for n in range(4)]
+  path = write_rows(tmp_path / 'cafe.jsonl', *rows)
+  (told,) = prepare(
+      experiment(
+          tmp_path,
+          task__train_file=path,
+          tokenizer__path=str(tmp_path / 'tokenizer.json'),
+          tokenizer__add_bos=False,
+          rollout__stop_at_eos=False,
+      )
+  ).cautions
+  assert told == (
+      "the tokenizer changes 4 prompts, such as that of '0': 'cafe\u0301 0?'"
+      " comes back as 'caf\xe9 0?'"
+  )
+
+
+def saved_policy(folder: pathlib.Path, vocab_size: int) -> None:
+  config = ModelConfig(
+      vocab_size=vocab_size, width=16, layers=1, heads=2, kv_heads=1,
+      head_size=8, mlp_width=24, max_length=64,
+  )  # fmt: skip
+  params = jax.tree.map(
+      lambda p: np.zeros(p.shape, np.float32),
+      transformer.abstract_params(config),
+  )
+  save_hf(folder, config, params)
+
+
+@pytest.mark.parametrize(
+    'policy, path, tokenizer',
+    [
+        ('folder', 'folder', 'folder/tokenizer.model'),
+        ('run/policy', 'run', 'run/tokenizer.model'),
+        ('run/policy', 'run', 'run/policy/tokenizer.model'),
+        ('folder', 'folder', 'folder/tokenizer.json'),
+        ('run/policy', 'run', 'run/tokenizer/tokenizer.json'),
+    ],
+)
+def test_a_policy_brings_its_own_tokenizer(tmp_path, policy, path, tokenizer):
+  saved_policy(tmp_path / policy, 300)
+  file = tmp_path / tokenizer
+  if file.suffix == '.model':
+    train_sentencepiece(['0123456789+=;.ab'], file)
+  else:
+    file.parent.mkdir(exist_ok=True)
+    words = {text: i for i, text in enumerate('?0123456789+=;.ab')}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token='?'))
+    made.decoder = tokenizers.decoders.Fuse()
+    made.save(str(file))
+  settings = experiment(
+      tmp_path,
+      policy__path=str(tmp_path / path),
+      tokenizer__add_bos=False,
+      rollout__stop_at_eos=False,
+  )
+  got = prepare(settings)
+  assert got.tokenizer.decode(got.tokenizer.encode('ab')) == 'ab'
+  assert got.model.absent_ids == ((got.tokenizer.vocab_size, 300),)
+  alone = prepare_policy(settings)
+  assert alone.tokenizer.path == str(file)
+  assert alone.model == got.model
+
+
+def test_a_checkpoint_brings_its_own_tokenizer(tmp_path):
+  saved_policy(tmp_path / 'run' / run_folder.POLICY, 40)
+  train_sentencepiece(
+      ['0123456789+=;.ab'], tmp_path / 'run' / run_folder.TOKENIZER
+  )
+  asked = Conversion(
+      str(tmp_path / 'run'), str(tmp_path / 'saved'), form='checkpoint'
+  )
+  assert convert.main(asked) == 0
+  got = prepare(experiment(tmp_path, policy__path=str(tmp_path / 'saved')))
+  assert got.tokenizer.decode(got.tokenizer.encode('ab')) == 'ab'
+  assert got.model.absent_ids == ((20, 40),)
+
+
+@pytest.mark.parametrize('prepared', [prepare, prepare_policy])
+def test_a_policy_without_a_tokenizer_is_refused(tmp_path, prepared):
+  saved_policy(tmp_path / 'policy', 300)
+  settings = experiment(tmp_path, policy__path=str(tmp_path / 'policy'))
+  with pytest.raises(ConfigError) as error:
+    prepared(settings)
+  assert str(error.value) == (
+      "config.tokenizer.path is '', and no tokenizer.json or tokenizer.model"
+      f" lies with config.policy.path='{tmp_path}/policy', wanted the path of"
+      ' the tokenizer that this policy was trained with'
+  )
+  if prepared is prepare:
+    # What fits of it may go into a policy with a new tokenizer.
+    settings.policy.load = 'matching'
+    assert prepare(settings).tokenizer.vocab_size == ALPHABET
+
+
 def test_the_vocabulary_is_the_tokenizers_padded_for_both_meshes(tmp_path):
   got = prepare(experiment(tmp_path))
   assert got.model.vocab_size == got.model.padded_vocab_size == ALPHABET
@@ -149,6 +346,7 @@ def test_a_published_policy_brings_its_shape_but_not_its_arithmetic(tmp_path):
       transformer.abstract_params(published),
   )
   save_hf(tmp_path / 'policy', published, params)
+  train_sentencepiece(texts(), tmp_path / 'policy/tokenizer.model')
   got = prepare(
       experiment(
           tmp_path,

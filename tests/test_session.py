@@ -70,7 +70,11 @@ def experiment(folder, **changes):
       name='run',
       output=str(folder),
       steps=4,
-      task=TaskSettings(train_problems=32, eval_problems=8),
+      task=TaskSettings(
+          train_problems=32,
+          eval_problems=8,
+          texts='areal_jax.data.running_totals:texts',
+      ),
       policy=PolicySettings(
           model=ModelConfig(
               width=32,

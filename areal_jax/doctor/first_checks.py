@@ -419,7 +419,7 @@ def starting_from(experiment: Experiment, result: session.Result) -> Experiment:
     made.policy.path, made.policy.load = str(warm), 'all'
     made.warm_start.steps = 0
   if not made.tokenizer.path:
-    made.tokenizer.path = str(result.folder / run_folder.TOKENIZER)
+    made.tokenizer.path = str(result.folder)
   return made
 
 

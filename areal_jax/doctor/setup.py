@@ -118,22 +118,34 @@ def data(prepared: Prepared) -> Iterator[Verdict]:
 
 
 def tokenizer(prepared: Prepared) -> Iterator[Verdict]:
-  """Whether answers survive it, and whether an answer can end."""
+  """Whether prompts and answers survive it, and whether an answer can end.
+
+  A prompt of which something is lost has been refused when the run was
+  prepared; what is left are changes by the tokenizer's own rules.
+  """
   reader = prepared.tokenizer
   settings = prepared.settings
-  texts = [p.answer for p in prepared.train[:_TRIED] if p.answer]
-  lost = [
-      t for t in texts if reader.decode(reader.encode(t)).strip() != t.strip()
-  ]
+  lost, answers = prepared.lost_answers, len(prepared.train)
+  changed, prompts = prepared.changed_prompts, len(prepared.prompts)
   yield judge(
       'tokenizer',
       not lost,
       f'{reader.vocab_size} ids for a policy of {prepared.model.vocab_size};'
-      f' {len(texts) - len(lost)} of {len(texts)} gold answers come back as'
-      f' they were{f", not {lost[0]!r}" if lost else ""}',
+      f' {prompts - len(changed)} of {prompts} prompts and'
+      f' {answers - len(lost)} of {answers} gold answers come back from their'
+      f' token ids{f", not that of {lost[0]}" if lost else ""}',
       'a tokenizer that knows every character of the answers: the policy could'
       ' never write them',
   )
+  if changed:
+    yield Verdict(
+        'changed prompts',
+        'look',
+        f'the tokenizer changes {len(changed)} of {prompts} prompts, such as'
+        f' that of {changed[0]}',
+        'prompts written as the tokenizer has them, if the difference matters'
+        ' to the answer',
+    )
   stops = prepared.sampling.stop_ids or settings.rollout.stop_strings
   yield judge(
       'end of answers',

@@ -25,7 +25,8 @@ class Tokenizer(Protocol):
   fills rows; padding is masked everywhere, so a tokenizer without an id of its
   own for it may name any. `run_ids` are those that are read together with their
   neighbours of the same kind, so that the text of a run is known only when
-  another id follows it (`streaming.py`).
+  another id follows it (`streaming.py`). `unk_id` is what a text becomes that
+  has no token; None where there is no such id.
   """
 
   vocab_size: int
@@ -33,6 +34,7 @@ class Tokenizer(Protocol):
   bos_id: int | None
   eos_ids: tuple[int, ...]
   pad_id: int
+  unk_id: int | None
   run_ids: frozenset[int]
 
   def encode(self, text: str) -> list[int]:
@@ -43,6 +45,12 @@ class Tokenizer(Protocol):
 
   def decode(self, ids: Sequence[int]) -> str:
     """Text of the ids; special tokens decode to nothing."""
+
+  def spell(self, ids: Sequence[int]) -> str:
+    """Text of the ids; special tokens are written out."""
+
+  def normalize(self, text: str) -> str:
+    """The text as the tokenizer changes it before it looks for tokens."""
 
 
 def absent_ids(

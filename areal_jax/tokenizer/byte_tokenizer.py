@@ -19,6 +19,7 @@ class ByteTokenizer:
   vocab_size = 256 + _SPECIAL
   missing_ids = frozenset()
   pad_id = 0
+  unk_id = None
   bos_id = 1
   eos_ids = (2,)
   run_ids = frozenset()
@@ -44,3 +45,11 @@ class ByteTokenizer:
       )
     content = bytes(i - _SPECIAL for i in ids if i >= _SPECIAL)
     return content.decode('utf-8', errors='replace')
+
+  def spell(self, ids: Sequence[int]) -> str:
+    """The same as `decode`: no text can spell a special token."""
+    return self.decode(ids)
+
+  def normalize(self, text: str) -> str:
+    """The text as it is."""
+    return text

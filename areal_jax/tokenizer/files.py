@@ -80,6 +80,11 @@ def open_tokenizer(
   return Opened(opened, chat, contents)
 
 
+def holds_tokenizer(folder: str | os.PathLike) -> bool:
+  """Whether `open_tokenizer` finds one in a folder."""
+  return _in_folder(pathlib.Path(folder)) is not None
+
+
 def beside_weights(files: Mapping[str, bytes]) -> dict[str, bytes]:
   """`Opened.files` by the names that they have in a folder with weights."""
   return {name.removeprefix(f'{FOLDER}/'): files[name] for name in files}
@@ -95,14 +100,26 @@ def _files(path: pathlib.Path) -> dict[str, pathlib.Path]:
     if path.suffix != '.json':
       return {MODEL: path}
     return {**_neighbours(path.parent), huggingface_tokenizer.FILE: path}
-  for folder in (path, path / FOLDER):
+  files = _in_folder(path)
+  if files is None:
+    raise ConfigError(
+        f'tokenizer path is {str(path)!r}, wanted a folder with'
+        f' {huggingface_tokenizer.FILE} or {MODEL}'
+    )
+  return files
+
+
+def _in_folder(path: pathlib.Path) -> dict[str, pathlib.Path] | None:
+  """The files of the tokenizer in a folder; None if it has none.
+
+  A run keeps them in a folder of its own, a checkpoint of a run in one inside
+  of that.
+  """
+  for folder in (path, path / FOLDER, path / FOLDER / FOLDER):
     files = _neighbours(folder)
     if MODEL in files or huggingface_tokenizer.FILE in files:
       return files
-  raise ConfigError(
-      f'tokenizer path is {str(path)!r}, wanted a folder with'
-      f' {huggingface_tokenizer.FILE} or {MODEL}'
-  )
+  return None
 
 
 def _neighbours(folder: pathlib.Path) -> dict[str, pathlib.Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 from typing import Any, Sequence
 
 import tokenizers
@@ -54,6 +55,11 @@ class HuggingFaceTokenizer:
     self.vocab_size = max(known.values()) + 1
     self.missing_ids = frozenset(range(self.vocab_size)) - {*known.values()}
     self.run_ids = _run_ids(self._tokenizer, known)
+    self.unk_id = _unk_id(self._tokenizer)
+    added = self._tokenizer.get_added_tokens_decoder().values()
+    longest_first = sorted((t.content for t in added), key=len, reverse=True)
+    texts = '|'.join(map(re.escape, longest_first))
+    self._added = re.compile(f'({texts})') if texts else None
     folder = file.parent
     config = read_config(folder / CONFIG)
     self.bos_id = self._named(config, 'bos_token', folder)
@@ -82,6 +88,22 @@ class HuggingFaceTokenizer:
         [int(i) for i in ids], skip_special_tokens=True
     )
 
+  def spell(self, ids: Sequence[int]) -> str:
+    """Text of the ids; special tokens are written out: '<|im_end|>'."""
+    return self._tokenizer.decode(
+        [int(i) for i in ids], skip_special_tokens=False
+    )
+
+  def normalize(self, text: str) -> str:
+    """The text by the rules in the file; added tokens in it stay."""
+    normalizer = self._tokenizer.normalizer
+    if normalizer is None:
+      return text
+    # A group in the pattern keeps the added tokens, at the odd places.
+    parts = self._added.split(text) if self._added else [text]
+    parts[::2] = map(normalizer.normalize_str, parts[::2])
+    return ''.join(parts)
+
   def _named(
       self, config: dict[str, Any], name: str, folder: pathlib.Path
   ) -> int | None:
@@ -109,6 +131,15 @@ class HuggingFaceTokenizer:
           f'an id of {FILE}, which has {self.vocab_size}',
       )
     return ends
+
+
+def _unk_id(tokenizer: tokenizers.Tokenizer) -> int | None:
+  """Id of what has no token; None where the model has no such id."""
+  if isinstance(tokenizer.model, tokenizers.models.Unigram):
+    # The library tells it in the file alone.
+    return json.loads(tokenizer.to_str())['model'].get('unk_id')
+  text = tokenizer.model.unk_token
+  return None if text is None else tokenizer.token_to_id(text)
 
 
 def _run_ids(

@@ -55,6 +55,7 @@ class SentencePieceTokenizer:
     self.eos_ids = (eos,) if eos >= 0 else ()
     # Bytes of a character that has no piece are read one character at a time.
     self.run_ids = frozenset()
+    self.unk_id = processor.unk_id()
     # Llama's models have no padding id. Padding is masked, so any id serves.
     self.pad_id = pad if pad >= 0 else 0
     # What a text cannot spell: sentencepiece reads '<s>' as three characters.
@@ -91,6 +92,21 @@ class SentencePieceTokenizer:
           f'ids {wrong[:5]} are outside the vocabulary of {self.vocab_size}'
       )
     return self._processor.DecodeIds(ids)
+
+  def spell(self, ids: Sequence[int]) -> str:
+    """Text of the ids; special tokens are written out: '<s>'."""
+    texts, plain = [], []
+    for token in ids:
+      if self._processor.IsControl(int(token)):
+        texts += [self.decode(plain), self._processor.IdToPiece(int(token))]
+        plain = []
+      else:
+        plain.append(token)
+    return ''.join([*texts, self.decode(plain)])
+
+  def normalize(self, text: str) -> str:
+    """The text by the rules in the model's file, such as NFKC."""
+    return self._processor.Normalize(text).replace('▁', ' ')
 
 
 def train_sentencepiece(

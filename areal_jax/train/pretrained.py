@@ -58,6 +58,11 @@ class Pretrained:
   folder: pathlib.Path | None
   saved: Saved | None = None
 
+  @property
+  def place(self) -> str:
+    """Its folder, or that of the checkpoint; either may hold a tokenizer."""
+    return str(self.folder or self.saved.path)
+
   def shape(self) -> ModelConfig:
     """The policy's shape, unresolved. Headers are checked, no array is read.
 

@@ -1,8 +1,11 @@
 """Checks of a setup that is right, and of one that is wrong in one thing."""
 
 import dataclasses
+import io
+import json
 
 import pytest
+import sentencepiece
 
 from areal_jax.doctor import setup
 from areal_jax.doctor.verdict import Verdict, judge
@@ -84,6 +87,52 @@ def test_what_is_wrong_fails_with_advice(
   verdicts = [found] if isinstance(found, Verdict) else list(found)
   verdict = by_name(verdicts)[name]
   assert verdict.status == 'fail' and advice in verdict.advice
+
+
+def composing(path):
+  """A tokenizer of sums that composes characters (NFKC)."""
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.Train(
+      sentence_iterator=iter(['0123456789+=;.']),
+      model_writer=model,
+      model_type='char',
+      vocab_size=18,
+      character_coverage=1.0,
+      normalization_rule_name='nmt_nfkc',
+      add_dummy_prefix=False,
+      minloglevel=2,
+  )
+  path.write_bytes(model.getvalue())
+  return str(path)
+
+
+def test_prompts_are_tried_as_well_as_answers(tmp_path):
+  rows = [
+      {'id': f'{i}', 'prompt': f'{i}+1=', 'answer': f'{i + 1}.'}
+      for i in range(4)
+  ]
+  rows[1]['prompt'] = '1\uff0b1='  # a plus of full width
+  rows[2]['answer'] = 'three.'
+  path = tmp_path / 'sums.jsonl'
+  path.write_text('\n'.join(json.dumps(row) for row in rows))
+  prepared = prepare(
+      experiment(
+          tmp_path,
+          task__train_file=str(path),
+          tokenizer__path=composing(tmp_path / 'nfkc.model'),
+      )
+  )
+  found = by_name(setup.tokenizer(prepared))
+  assert found['tokenizer'].status == 'fail'
+  assert (
+      '7 of 8 prompts and 3 of 4 gold answers come back from their token ids,'
+      " not that of '2': 'three.' comes back as"
+  ) in found['tokenizer'].said
+  assert found['changed prompts'].status == 'look'
+  assert found['changed prompts'].said == (
+      'the tokenizer changes 1 of 8 prompts, such as that of'
+      " '1': '1\uff0b1=' comes back as '1+1='"
+  )
 
 
 def test_phases_that_take_turns_are_counted_apart():
