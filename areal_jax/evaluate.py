@@ -5,10 +5,11 @@
 
 `--run` names the folder of a finished run: its policy, its tokenizer, and its
 settings unless `--config` names others. Without it, `--config=FILE` says all,
-with `--config.policy.path` and `--config.tokenizer.path`. The evaluation
-problems are asked on `config.mesh.rollout`; no device trains. Tables go to
-standard output; `evaluation.json`, and every answer in `evaluation.jsonl`, into
-the folder of the run, or into a new one under `config.output`.
+with `--config.policy.path`, and `--config.tokenizer.path` where no tokenizer
+lies with the policy. The evaluation problems are asked on
+`config.mesh.rollout`; no device trains. Tables go to standard output;
+`evaluation.json`, and every answer in `evaluation.jsonl`, into the folder of
+the run, or into a new one under `config.output`.
 
 Exit codes: 0 done, 1 it failed, 2 mistakes in the settings (a line each on
 standard error, nothing written), 130 interrupted.

@@ -5,9 +5,9 @@
 
 The config says the shapes of the engine (`config.rollout.engine`, on the
 devices of one replica of `config.mesh.rollout`); `--run` names the policy and
-tokenizer of a finished run. `--config.policy.path` and
-`--config.tokenizer.path` name those of anywhere else. SIGTERM or Ctrl-C ends
-it.
+tokenizer of a finished run. `--config.policy.path` names a policy of anywhere
+else, and `--config.tokenizer.path` a tokenizer that does not lie with it.
+SIGTERM or Ctrl-C ends it.
 
 Exit codes: 0 ended by a signal, 1 it failed, 2 mistakes in the settings (a line
 each on standard error).
