@@ -183,6 +183,11 @@ class RolloutSettings:
     group_size: G, samples a problem.
     eta: η, versions that generation may run ahead; 0 is synchronous, `inf` has
       no bound.
+    exact: whether equal seeds give equal bits, which only eta = 0 can promise:
+      a run then equals a plain loop, and a resumed run one that never stopped.
+      It costs speed, see docs/decisions/engine.md: prompts are prefilled one by
+      one, page tables are always of the widest width, a decode step takes all
+      slots, and only whole pieces of a prompt are found in the cache.
     staleness: order and bound of what is trained, see `buffer.py`.
     swap: what new weights do to running answers, see `rollout/loop.py`.
     temperature: of the training samples; nothing else may shape what they are
@@ -214,6 +219,7 @@ class RolloutSettings:
   batch_size: int = 16
   group_size: int = 8
   eta: float = 1.0
+  exact: bool = False
   staleness: StalenessPolicy = 'soft'
   swap: SwapMode = 'recompute'
   temperature: float = 1.0
@@ -235,6 +241,15 @@ class RolloutSettings:
       value = getattr(self, name)
       require(value >= 1, f'{at}.{name}', value, 'at least 1')
     require(self.eta >= 0, f'{at}.eta', self.eta, 'at least 0')
+    require(
+        self.synchronous or not self.exact,
+        f'{at}.exact',
+        self.exact,
+        f'False with {at}.eta={self.eta:g}, or {at}.eta=0: above 0 new weights'
+        ' come in the middle of answers, which are then computed by other'
+        ' programs, and a batch holds whatever was finished first, so bits'
+        ' depend on the moment',
+    )
     require(
         0 < self.temperature < math.inf,
         f'{at}.temperature',
@@ -270,6 +285,22 @@ class RolloutSettings:
         f' engine.max_length={self.engine.max_length} less'
         f' engine.max_prompt_length={self.engine.max_prompt_length}',
     )
+
+  @property
+  def synchronous(self) -> bool:
+    """Whether every trained token is of the version that its step starts from.
+
+    That is what eta = 0 means for an algorithm.
+    """
+    return self.eta == 0
+
+  @property
+  def takes_turns(self) -> bool:
+    """Whether nothing is generated for training while training goes on.
+
+    That is what eta = 0 means for the devices.
+    """
+    return self.eta == 0
 
 
 @dataclasses.dataclass
@@ -413,12 +444,12 @@ class Experiment:
           )
 
   @property
-  def takes_turns(self) -> bool:
-    """Whether nothing is generated while training has the same devices.
+  def memory_by_phases(self) -> bool:
+    """Whether training and engines have the same memory one after the other.
 
-    Above η = 0 answers are under way then.
+    They do where they share devices and take turns on them.
     """
-    return self.mesh.colocated and self.rollout.eta == 0
+    return self.mesh.colocated and self.rollout.takes_turns
 
   def _validate_adapters(self, at: str) -> None:
     names = self.policy.model.lora.projections
@@ -506,6 +537,13 @@ def cautions(settings: Experiment) -> list[str]:
   advantages = settings.train.advantages
   penalty = advantages.length_penalty
   found = []
+  if rollout.exact:
+    found.append(
+        'config.rollout.exact is True, for equal bits: prompts are prefilled'
+        ' one by one and every decode step takes all slots and the widest page'
+        ' tables, so the rollout of distinct prompts took 2.0 to 3.3 times as'
+        ' long where it was measured'
+    )
   by_sequence = loss.ratio_level == 'sequence'
   token_rules = [r for r in loss.weight_rules if r.level == 'token']
   if by_sequence and (loss.weight_level == 'token' or token_rules):
@@ -574,7 +612,7 @@ def _check_algorithm(settings: Experiment, at: str) -> None:
       else loss.weight_level != 'none'
   )
   require(
-      corrected or rollout.eta == 0,
+      corrected or rollout.synchronous,
       f'{at}.train.loss.weight_level',
       loss.weight_level,
       "'token' or 'sequence_mean' and a proximal policy other than 'behavior'"

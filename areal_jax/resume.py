@@ -94,6 +94,8 @@ class Carried:
     evaluation: what has been evaluated and what was under way.
     logs: bytes of every log file that speak of no later step.
     sums: running sums over the steps so far.
+    began_exact: whether the run began at eta = 0 before there was a setting
+      `rollout.exact`, when eta = 0 alone meant equal bits.
   """
 
   snapshot: Snapshot
@@ -103,6 +105,7 @@ class Carried:
   evaluation: dict[str, Any]
   logs: dict[str, int]
   sums: dict[str, Any]
+  began_exact: bool = False
 
   @property
   def version(self) -> int:
@@ -255,6 +258,7 @@ def parts(
               'rollout': [_mesh(mesh) for mesh in fixed.slices.rollout],
           },
           'sums': carried.sums,
+          'began_exact': carried.began_exact,
       },
       RECORDS: lambda: records.dumps(
           {
@@ -317,7 +321,14 @@ def read(saved: Saved) -> Carried:
       evaluation=run['evaluation'],
       logs=run['logs'],
       sums=run['sums'],
+      began_exact=run.get('began_exact', _meant_exact(saved)),
   )
+
+
+def _meant_exact(saved: Saved) -> bool:
+  """Whether a checkpoint is of a time when eta = 0 alone meant equal bits."""
+  rollout = saved.read_json(CONFIG).get('rollout', {})
+  return rollout.get('eta') == 0 and 'exact' not in rollout
 
 
 def require_same(

@@ -170,6 +170,8 @@ def run(experiment: Experiment) -> Result:
           "'', or `areal_jax.replay.run`, which nothing generates"
           )  # fmt: skip
   start, carried = _start(prepared)
+  prepared = _as_it_began(prepared, carried)
+  settings = prepared.settings
   summary = _ended(start, settings)
   if summary is not None:
     return summary
@@ -189,7 +191,7 @@ def run(experiment: Experiment) -> Result:
         dtype=settings.rollout.dtype,
         pins=settings.evaluation.every > 0,
         merge=settings.rollout.merge_adapters,
-        turns=settings.takes_turns,
+        turns=settings.memory_by_phases,
     )
     memory.check(
         prepared.model,
@@ -249,6 +251,16 @@ def _start(prepared: Prepared) -> tuple[Start, Carried | None]:
       },
   )
   return start, carried
+
+
+def _as_it_began(prepared: Prepared, carried: Carried | None) -> Prepared:
+  """A run that was begun exact goes on so, though no setting said it then."""
+  rollout = prepared.settings.rollout
+  if carried is None or not carried.began_exact or not rollout.synchronous:
+    return prepared
+  rollout = dataclasses.replace(rollout, exact=True)
+  settings = dataclasses.replace(prepared.settings, rollout=rollout)
+  return dataclasses.replace(prepared, settings=settings)
 
 
 def _ended(start: Start, settings: Experiment) -> Result | None:
@@ -444,7 +456,7 @@ class Session:
         merge=rollout.merge_adapters,
         restarts=self._settings.failures.restarts,
         evicts=self._settings.failures.evicts,
-        exact=rollout.eta == 0,  # equal in bits to a plain loop
+        exact=rollout.exact,
         release_idle=self._settings.mesh.colocated,
     )
 
@@ -558,6 +570,11 @@ class Session:
         f'goes on from checkpoint {saved.path}: {len(snapshot.ready)} groups'
         f' ready, {len(snapshot.running)} generated again'
     )
+    if self._carried.began_exact and self._settings.rollout.exact:
+      note(
+          '  rollout.exact=True: the run began when eta = 0 alone meant equal'
+          ' bits, and it goes on so'
+      )
     settings = config_lib.to_dict(self._settings)
     for change in resume.changed_settings(saved, settings):
       note(f'  other than before: {change}')
@@ -704,6 +721,7 @@ class Session:
             'rewards': dict(self._scorer.counts),
             'seconds': self._seconds,
         },
+        began_exact=self._carried is not None and self._carried.began_exact,
     )
     self._keeper.save(trainer.version, trainer.state, carried, metrics)
     self._saved = trainer.version

@@ -547,6 +547,10 @@ def test_on_policy_runs_may_leave_the_weight_out(tmp_path):
             'advantages compare with the batch',
         ),
         (
+            dict(rollout__eta=0.0, rollout__exact=True),
+            'prompts took 2.0 to 3.3 times as long',
+        ),
+        (
             dict(train__loss=PolicyLoss(kl_coefficient=0.1, kl_kind='k1')),
             'only adds noise',
         ),
@@ -557,3 +561,24 @@ def test_what_is_hardly_meant_is_told_with_its_reason(tmp_path, changes, words):
   (caution,) = cautions(settings)
   assert words in caution
   assert cautions(resolve(experiment(tmp_path))) == []
+
+
+def test_exact_bits_need_eta_zero(tmp_path):
+  exact = resolve(experiment(tmp_path, rollout__eta=0.0, rollout__exact=True))
+  assert exact.rollout.exact and exact.rollout.synchronous
+  words = r'rollout.exact is True, wanted False with config.rollout.eta=1, or'
+  with pytest.raises(ConfigError, match=words):
+    resolve(experiment(tmp_path, rollout__eta=1.0, rollout__exact=True))
+
+
+def test_each_meaning_of_eta_zero_has_a_name(tmp_path):
+  apart = resolve(experiment(tmp_path, rollout__eta=0.0))
+  assert apart.rollout.synchronous and apart.rollout.takes_turns
+  assert not apart.rollout.exact and not apart.memory_by_phases
+  shared = dict(mesh__colocated=True)
+  assert resolve(
+      experiment(tmp_path, rollout__eta=0.0, **shared)
+  ).memory_by_phases
+  ahead = resolve(experiment(tmp_path, rollout__eta=0.5, **shared))
+  assert not ahead.rollout.synchronous and not ahead.rollout.takes_turns
+  assert not ahead.memory_by_phases

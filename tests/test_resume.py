@@ -5,6 +5,7 @@ checkpoints themselves are tested in tests/train/test_checkpoint.py, the
 controller's part in tests/rollout/test_controller.py.
 """
 
+import hashlib
 import json
 import os
 import pathlib
@@ -314,6 +315,38 @@ def test_settings_of_another_run_are_refused_and_nothing_is_cut(
   with pytest.raises(ConfigError, match=words):
     session.run(settings(stopped.parent, steps=9, resume='auto', **changes))
   assert {p: p.stat().st_mtime_ns for p in stopped.rglob('*')} == before
+
+
+def as_saved_before(saved, part, change):
+  """Makes a part of a checkpoint what an older version would have written."""
+  path = pathlib.Path(saved)
+  value = json.loads((path / part).read_text())
+  change(value)
+  (path / part).write_text(json.dumps(value))
+  manifest = json.loads((path / 'manifest.json').read_text())
+  content = (path / part).read_bytes()
+  manifest['files'][part] = {
+      'bytes': len(content),
+      'sha256': hashlib.sha256(content).hexdigest(),
+  }
+  text = json.dumps(manifest)
+  (path / 'manifest.json').write_text(text)
+  marker = hashlib.sha256(text.encode()).hexdigest()
+  (path / 'COMMITTED').write_text(marker)
+
+
+def test_run_that_began_before_the_setting_goes_on_exact(
+    uninterrupted, run_of, tmp_path, capsys
+):
+  folder = run_of / 'checkpoints/00000003'
+  as_saved_before(folder, 'config.json', lambda c: c['rollout'].pop('exact'))
+  as_saved_before(folder, 'run.json', lambda run: run.pop('began_exact'))
+  for steps in (4, 6):
+    result = session.run(
+        settings(tmp_path, steps=steps, resume='auto', rollout__exact=False)
+    )
+    assert 'rollout.exact=True: the run began' in capsys.readouterr().err
+  assert_same_bits(policy_of(uninterrupted), policy_of(result))
 
 
 def test_settings_that_changed_are_told(stopped):

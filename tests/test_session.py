@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from areal_jax import session
-from areal_jax.cluster.local import Stalled
+from areal_jax.cluster.local import Stalled, build_rollout
 from areal_jax.data.running_totals import texts
 from areal_jax.data.stream import ProblemStream
 from areal_jax.experiment import (
@@ -65,7 +65,10 @@ from tests import records, session_rewards
 
 
 def experiment(folder, **changes):
-  """A run of seconds; `changes` are fields by dotted name, '.' as '__'."""
+  """A run of seconds; `changes` are fields by dotted name, '.' as '__'.
+
+  It is exact where it can be, unless they say otherwise.
+  """
   settings = Experiment(
       name='run',
       output=str(folder),
@@ -115,6 +118,8 @@ def experiment(folder, **changes):
       holder = getattr(holder, part)
     assert hasattr(holder, last)
     setattr(holder, last, value)
+  if 'rollout__exact' not in changes:
+    settings.rollout.exact = settings.rollout.synchronous
   return settings
 
 
@@ -283,6 +288,21 @@ def test_eta_zero_trains_only_tokens_of_its_own_version(synchronous):
     assert set(sample['versions']) == {sample['step'] - 1}
   assert synchronous.summary['staleness_max'] == 0
   assert synchronous.summary['mixed_version_fraction'] == 0
+
+
+def test_eta_zero_alone_is_synchronous_and_not_exact(tmp_path, monkeypatch):
+  built = []
+
+  def kept(*arguments, **named):
+    built.append(build_rollout(*arguments, **named))
+    return built[-1]
+
+  monkeypatch.setattr(session, 'build_rollout', kept)
+  result = session.run(experiment(tmp_path, rollout__exact=False))
+  assert [loop.exact for loop in built[0].loops] == [False]
+  for sample in rows_of(result, 'samples.jsonl'):
+    assert set(sample['versions']) == {sample['step'] - 1}
+  assert result.summary['staleness_max'] == 0
 
 
 # The asynchronous run.

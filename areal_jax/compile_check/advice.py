@@ -99,7 +99,7 @@ def _advise_rollout(prepared: PreparedShapes, report: Report) -> list[str]:
   settings = prepared.settings
   kinds, hbm = report.rollout.kinds, report.topology.chip.hbm
   engine, found = settings.rollout.engine, []
-  if settings.takes_turns and not settings.train.offload_optimizer:
+  if settings.memory_by_phases and not settings.train.offload_optimizer:
     found.append(
         'train.offload_optimizer=True: moments lie in the memory of the host'
         ' while nobody trains'

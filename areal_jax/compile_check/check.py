@@ -148,7 +148,7 @@ def _step(
   pieces = math.ceil(rollout.batch_size * prompt / room)
   rollout_s = decode * seconds['generate'] + pieces * seconds['extend']
   both = [train_s, rollout_s]
-  alone = settings.mesh.colocated or rollout.eta == 0
+  alone = settings.mesh.colocated or rollout.takes_turns
   whole = sum(both) if alone else max(both)
   return Step(
       answers=answers,

@@ -125,7 +125,7 @@ class TrainSide:
     Between steps what rests there; all of a step where neither waits.
     """
     resting = self.total - self.offloaded
-    if self._prepared.settings.takes_turns:
+    if self._prepared.settings.memory_by_phases:
       return Beside(resting, resting)
     return Beside(self.total + self.gradients + self._batches(), resting)
 
@@ -259,7 +259,7 @@ class RolloutSide:
         trains=True,
         pins=settings.evaluation.every > 0,
         merges=merges,
-        turns=settings.takes_turns,
+        turns=settings.memory_by_phases,
     )
     arriving = prepared.model
     self.targets = []

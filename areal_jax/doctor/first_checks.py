@@ -71,7 +71,7 @@ def first_checks(
     steps: of the runs with a learning rate of 0 and on eight prompts.
   """
   first = small(experiment, folder, 'first', steps=_PLAIN_STEPS)
-  first.rollout.eta = 0.0
+  first.rollout.eta, first.rollout.exact = 0.0, True
   outcome = call(session.run, first)
   if outcome.status != 'ok':
     yield _broken('a run of three steps', outcome.detail)

@@ -211,7 +211,7 @@ def memory(prepared: Prepared) -> Iterator[Verdict]:
       trains=True,
       pins=settings.evaluation.every > 0,
       merges=merges,
-      turns=settings.takes_turns,
+      turns=settings.memory_by_phases,
   )
   needed = at_once(trains, generates, settings.mesh.colocated)
   for (name, size), mesh in zip(needed.items(), (slices.train, engine.mesh)):

@@ -128,6 +128,22 @@ class SlotCache:
     return self._sequences[slot]
 
   @property
+  def one_by_one(self) -> bool:
+    """Whether a program computes one piece of a shard at a time.
+
+    The shape of a prefill then depends on its prompt alone.
+    """
+    return self.exact
+
+  @property
+  def whole_pieces(self) -> bool:
+    """Whether pages are found by the pieces whose programs computed them.
+
+    What is found then equals what would have been computed, in bits.
+    """
+    return self.exact
+
+  @property
   def used(self) -> int:
     """Pages that somebody holds, on all shards."""
     return sum(pool.used for pool in self.pools)
@@ -206,7 +222,7 @@ class SlotCache:
     cached = len(tokens) - 1
     rest = cached % page
     found = pool.find(keys)
-    if self.exact:
+    if self.whole_pieces:
       found = self._whole_pieces(pool, found, cached)
     # Full pages, the one to be copied, and one of its own for what is left.
     missing = len(keys) - len(found)
@@ -263,7 +279,8 @@ class SlotCache:
       length = min(left, s.longest_piece)
       size = s.piece_bucket(length)
       if bucket in (0, size):
-        bucket, most = size, 1 if self.exact else s.piece_rows(size)
+        bucket = size
+        most = 1 if self.one_by_one else s.piece_rows(size)
         chosen[shard].append((sequence, first, length))
         pages = -(-length // s.page_size)
         claimed[shard].update(targets[first : first + pages])
@@ -272,7 +289,7 @@ class SlotCache:
     if not bucket:
       return None
     rows = s.rows_for(max(map(len, chosen)), bucket)
-    if self.exact:
+    if self.one_by_one:
       rows = 1
     elif rows == 1 and not self._alone(bucket):
       rows = s.piece_rows(bucket)
@@ -333,7 +350,7 @@ class SlotCache:
     sequence, pool = self._sequences.pop(slot), self._pool(slot)
     self._members[self.shard_of(slot)] -= 1
     if tokens is not None and not (
-        self.exact or sequence.stale or sequence.waits
+        self.whole_pieces or sequence.stale or sequence.waits
     ):
       full = (len(tokens) - 1) // self.settings.page_size
       keys = self._keys(tokens[: full * self.settings.page_size])
@@ -369,7 +386,7 @@ class SlotCache:
       sequence.found_tokens = sequence.computed = 0
       pages = -(-sequence.cached // self.settings.page_size)
       self._pool(slot).pending.update(sequence.pages[:pages])
-    if self.exact:
+    if self.whole_pieces:
       return  # what is computed anew came through other programs
     for slot, sequence in self._sequences.items():
       if sequence.waits:
@@ -433,7 +450,7 @@ class SlotCache:
     page = self.settings.page_size
     parts = range(0, len(tokens), page)
     tokens = np.ascontiguousarray(tokens, np.int32)
-    if not self.exact:
+    if not self.whole_pieces:
       return [tokens[at : at + page].tobytes() for at in parts]
     # A page of a piece holds what it holds for all tokens of the piece, since
     # those decide which program computes it.

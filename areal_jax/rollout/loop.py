@@ -199,8 +199,10 @@ class EngineLoop:
       'prefill/0' and so on.
     restarts: times that the thread may begin anew after an exception.
     exact: whether nothing that happens to be in the cache or in other slots may
-      change an answer in its last bits: what is found was computed as it would
-      have been (see `cache.py`), and page tables are always of one width.
+      change an answer in its last bits: prompts are computed one by one and
+      what is found was computed as it would have been (see `cache.py`), page
+      tables have one width (`one_width`) and a step takes all slots
+      (`all_slots`).
     release_idle: whether the decode state is let go of while nothing is to do,
       for others to use the devices' memory.
   """
@@ -259,6 +261,22 @@ class EngineLoop:
     self._failure: BaseException | None = None
     self.last_death = ''  # why the thread died last
     self._doing = (_NOTHING, time.monotonic())
+
+  @property
+  def one_width(self) -> bool:
+    """Whether page tables always have their widest width.
+
+    Sums over more columns may round otherwise.
+    """
+    return self.exact
+
+  @property
+  def all_slots(self) -> bool:
+    """Whether every decode step takes all slots, however few are active.
+
+    Fewer rows of a matrix product may round otherwise.
+    """
+    return self.exact
 
   # Called from other threads.
 
@@ -751,7 +769,7 @@ class EngineLoop:
         self._state = self.engine.release(self._state, preempted)
     self.counts.peak_pages = max(self.counts.peak_pages, self._cache.used)
     settings = self.engine.settings
-    if self.exact:  # sums over more columns may round otherwise
+    if self.one_width:
       return settings.pages_per_slot
     return settings.live_columns(longest)
 
@@ -860,9 +878,9 @@ class EngineLoop:
 
     A program for few is worth its compilation only if it would be used often.
     All slots can do the same until it is there; fewer rows round otherwise in
-    the last bits, which an exact loop may not.
+    the last bits.
     """
-    if self.exact:
+    if self.all_slots:
       return None
     shards, share = self.engine.shards, self.engine.share
     active = np.array([r is not None and r.active for r in self._slots])

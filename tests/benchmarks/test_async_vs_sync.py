@@ -1,14 +1,17 @@
 """The arithmetic of benchmarks/async_vs_sync.py, by hand-made runs."""
 
 import json
+import operator
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from areal_jax.config import resolve
 from benchmarks import async_vs_sync, runs
 from benchmarks.async_vs_sync import Measured
+from experiments import long_tail
 from tests.conftest import ROOT
 
 # Two cores, 10 s, one of them busy; half of the decoding is for nothing.
@@ -153,3 +156,12 @@ def test_short_benchmark_runs_all_arms():
   assert values['answer tokens: p99'] > 4 * values['answer tokens: p50']
   assert values['answers ended by a stop id'] > 0.9
   assert [r for r in report['rows'] if not r['met']] == []
+
+
+def test_no_arm_pays_for_equal_bits():
+  for overrides in async_vs_sync.ARMS.values():
+    made = long_tail.get_config()
+    for name, value in overrides.items():
+      holder, _, field = name.rpartition('.')
+      setattr(operator.attrgetter(holder)(made), field, value)
+    assert not resolve(made).rollout.exact

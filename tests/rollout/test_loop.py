@@ -924,6 +924,16 @@ def test_data_shards_swap_in_mid_sentence_as_one_device_does(
   assert len(long) == 2 and running.loop.counts.swaps == 2
 
 
+def test_each_part_of_exact_has_a_name(engine):
+  for exact in (False, True):
+    loop = EngineLoop(
+        engine, '0', swap='recompute', events=EventLog(None), exact=exact
+    )
+    assert (loop.exact, loop.one_width, loop.all_slots) == (exact,) * 3
+    cache = loop._cache
+    assert (cache.one_by_one, cache.whole_pieces) == (exact,) * 2
+
+
 @pytest.mark.slow
 def test_data_shards_give_the_same_bits_whatever_else_is_asked():
   settings = dataclasses.replace(SETTINGS, slots=2)
