@@ -45,6 +45,7 @@ from areal_jax.rollout.loop import SwapMode
 from areal_jax.sandbox.call import load_function
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.profiling import ProfilingSettings
+from areal_jax.tokenizer import special_tokens
 from areal_jax.tokenizer.base import Tokenizer, absent_ids, render_prompt
 from areal_jax.tokenizer.chat_template import ChatTemplate
 from areal_jax.tokenizer.files import (
@@ -194,6 +195,8 @@ class RolloutSettings:
       drawn from, see `types.SamplingParams.untrainable`.
     max_new_tokens: longest answer.
     stop_at_eos: whether the tokenizer's end-of-sequence ids end an answer.
+      False without `stop_ids` and `stop_strings` says that every answer is
+      meant to go on to `max_new_tokens`.
     stop_ids: further ids that end one.
     stop_strings: texts that end one; it is scored without them.
     max_running: as many answers are under way at once as so many groups have;
@@ -1531,6 +1534,15 @@ def _sampling(
   stops = (
       *(tokenizer.eos_ids if rollout.stop_at_eos else ()),
       *rollout.stop_ids,
+  )
+  require(
+      bool(stops or rollout.stop_strings) or not rollout.stop_at_eos,
+      'config.rollout.stop_at_eos',
+      True,
+      'an id or a text that ends an answer: no file of the tokenizer names one'
+      f' ({", ".join(special_tokens.FILES)}), so set rollout.stop_ids or'
+      ' stop_strings; or False, if every answer is meant to go on to'
+      ' max_new_tokens',
   )
   room = rollout.engine.max_stop_ids
   require(

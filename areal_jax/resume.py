@@ -38,6 +38,7 @@ from areal_jax.rollout.controller import Snapshot
 from areal_jax.telemetry import jsonl, run_folder
 from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.schedule import ScheduleWriter
+from areal_jax.tokenizer import special_tokens
 from areal_jax.train import checkpoint, pretrained
 from areal_jax.train.checkpoint import (
     Checkpointer,
@@ -366,12 +367,13 @@ def require_same(
       if name.startswith(TOKENIZER)
   }
   require(
-      files == dict(tokenizer),
+      _reading(files) == _reading(tokenizer),
       'config.tokenizer',
       sorted(tokenizer),
       f'the same files as in checkpoint {saved.path}',
   )
-  shape, policy = saved.read_json(pretrained.SHAPE), jsonl.plain(policy)
+  shape = _arithmetic(saved.read_json(pretrained.SHAPE))
+  policy = _arithmetic(jsonl.plain(policy))
   for name in sorted({*shape, *policy}):
     require_saved(f'policy: {name}', policy.get(name), shape.get(name))
   for role, (setting, above) in _ASKS_FOR.items():
@@ -383,6 +385,29 @@ def require_same(
         f'{above[held]}: checkpoint {saved.path} has'
         f' {"a" if held else "no"} {role}',
     )
+
+
+def _reading(files: Mapping[str, bytes]) -> dict[str, bytes]:
+  """The files that say how text is read, by name without folders.
+
+  The others name ends of answers. What ends an answer may change, as
+  `rollout.stop_ids` may, and older checkpoints lack some of these files.
+  """
+  by_name = {name.rpartition('/')[2]: files[name] for name in files}
+  others = (special_tokens.GENERATION, special_tokens.MAP)
+  return {name: by_name[name] for name in by_name if name not in others}
+
+
+def _arithmetic(shape: Mapping[str, Any]) -> dict[str, Any]:
+  """A policy's shape without lengths that no parameter or product rests on."""
+  rope = dict(shape.get('rope_scaling') or {})
+  kind, lengths = rope.get('rope_type'), ['max_position_embeddings']
+  if kind == 'linear':
+    rope.pop('original_max_position_embeddings', None)
+  elif kind == 'dynamic':
+    lengths = []
+  kept = {name: shape[name] for name in shape if name not in lengths}
+  return {**kept, 'rope_scaling': rope or None}
 
 
 # What asks for a role: a setting, and what it is without and with the role.

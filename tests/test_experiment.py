@@ -377,6 +377,32 @@ def test_sampling_ends_at_the_stop_ids(tmp_path):
   assert got.sampling.stop_ids == ()
 
 
+def test_answers_that_nothing_can_end_have_to_be_meant(tmp_path):
+  folder = tmp_path / 'tokenizer'
+  folder.mkdir()
+  model = tokenizers.models.WordLevel(
+      {text: i for i, text in enumerate('0123456789+=;.')}, '0'
+  )
+  tokenizer = tokenizers.Tokenizer(model)
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split('', 'isolated')
+  tokenizer.decoder = tokenizers.decoders.Fuse()  # no space between tokens
+  tokenizer.save(str(folder / 'tokenizer.json'))
+  opened = dict(tokenizer__path=str(folder), tokenizer__add_bos=False)
+  with pytest.raises(
+      ConfigError,
+      match='rollout.stop_at_eos is True, wanted an id or a text .*special_tok',
+  ):
+    prepare(experiment(tmp_path, **opened))
+  for ends in (
+      dict(rollout__stop_at_eos=False),
+      dict(rollout__stop_ids=(3,)),
+      dict(rollout__stop_strings=('.',)),
+  ):
+    prepare(experiment(tmp_path, **opened, **ends))
+  (folder / 'config.json').write_text('{"eos_token_id": 13}')
+  assert prepare(experiment(tmp_path, **opened)).sampling.stop_ids == (13,)
+
+
 @pytest.mark.parametrize('stop', [True, False])
 def test_demonstrations_end_as_samples_do(tmp_path, stop):
   got = prepare(

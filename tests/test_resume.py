@@ -26,7 +26,7 @@ from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh
 from areal_jax.models import hf
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
-from areal_jax.train import checkpoint
+from areal_jax.train import checkpoint, pretrained
 from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings
 from tests.test_session import assert_same_bits, experiment, policy_of
@@ -347,6 +347,28 @@ def test_run_that_began_before_the_setting_goes_on_exact(
     )
     assert 'rollout.exact=True: the run began' in capsys.readouterr().err
   assert_same_bits(policy_of(uninterrupted), policy_of(result))
+
+
+def test_lengths_and_ends_of_older_checkpoints_are_no_other_policy(stopped):
+  saved, _ = checkpoint.latest(stopped / 'checkpoints')
+  policy = {**saved.read_json(pretrained.SHAPE)}
+  # As older checkpoints have it: nothing but another length.
+  policy['max_position_embeddings'] *= 4
+  files = {'generation_config.json': b'{"eos_token_id": 2}'}
+  for name in saved.files:
+    if name.startswith(resume.TOKENIZER):
+      inner = name.removeprefix(resume.TOKENIZER)
+      files[f'tokenizer/{inner}'] = saved.read(name)
+  roles = {'reference': True, 'critic': True}
+  same = dict(seed=1, policy=policy, tokenizer=files, roles=roles)
+  resume.require_same(saved, None, **same)
+  other = {**files, 'tokenizer_config.json': b'{}'}
+  for changed, words in (
+      (dict(policy={**policy, 'hidden_size': 3}), 'hidden_size'),
+      (dict(tokenizer=other), 'config.tokenizer'),
+  ):
+    with pytest.raises(ConfigError, match=words):
+      resume.require_same(saved, None, **{**same, **changed})
 
 
 def test_settings_that_changed_are_told(stopped):

@@ -19,11 +19,14 @@ import jinja2
 from jinja2 import ext, nodes, parser, sandbox
 
 from areal_jax.config import ConfigError, require
+from areal_jax.tokenizer.special_tokens import (
+    CONFIG,
+    read_config,
+    token_texts,
+)
 from areal_jax.types import Message
 
 FILE = 'chat_template.jinja'
-CONFIG = 'tokenizer_config.json'
-_TOKENS = ('bos_token', 'eos_token', 'pad_token', 'unk_token')
 
 
 class ChatTemplate:
@@ -114,11 +117,7 @@ def read_chat_template(
   """
   folder = pathlib.Path(folder)
   config = read_config(folder / CONFIG)
-  tokens = {
-      name: text
-      for name in _TOKENS
-      if (text := token_text(config.get(name))) is not None
-  }
+  tokens = token_texts(folder)
   at, source = str(folder / CONFIG), config.get('chat_template')
   if override:
     at, source = 'chat template', override
@@ -137,30 +136,6 @@ def read_chat_template(
     return None
   require(isinstance(source, str), f'{at}: chat_template', source, 'a text')
   return ChatTemplate(source, at, tokens=tokens, variables=variables)
-
-
-def read_config(path: str | os.PathLike) -> dict[str, Any]:
-  """The object of a JSON file; an empty one where there is no such file.
-
-  Raises:
-    ConfigError: the file is no JSON object.
-  """
-  path = pathlib.Path(path)
-  if not path.is_file():
-    return {}
-  try:
-    config = json.loads(path.read_bytes())
-  except (json.JSONDecodeError, UnicodeDecodeError) as error:
-    raise ConfigError(f'{path} is not JSON: {error}') from error
-  require(_is_dict(config), str(path), config, 'a JSON object')
-  return config
-
-
-def token_text(value: Any) -> str | None:
-  """The text of a special token: written as such, or in an object."""
-  if _is_dict(value):
-    value = value.get('content')
-  return value if isinstance(value, str) else None
 
 
 def _is_dict(value: Any) -> bool:

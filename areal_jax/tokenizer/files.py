@@ -9,12 +9,17 @@ the folder of a run is such a path again.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pathlib
 from typing import Any, Mapping
 
 from areal_jax.config import ConfigError, fetching
-from areal_jax.tokenizer import chat_template, huggingface_tokenizer
+from areal_jax.tokenizer import (
+    chat_template,
+    huggingface_tokenizer,
+    special_tokens,
+)
 from areal_jax.tokenizer.base import Tokenizer
 from areal_jax.tokenizer.chat_template import ChatTemplate, read_chat_template
 from areal_jax.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
@@ -25,9 +30,10 @@ FOLDER = 'tokenizer'
 _NAMES = (
     MODEL,
     huggingface_tokenizer.FILE,
-    chat_template.CONFIG,
+    special_tokens.CONFIG,
+    special_tokens.MAP,
     chat_template.FILE,
-    huggingface_tokenizer.GENERATION,
+    special_tokens.GENERATION,
 )
 
 
@@ -65,19 +71,29 @@ def open_tokenizer(
   """
   path = pathlib.Path(path)
   files = _files(path)
-  if list(files) == [MODEL]:
-    opened = SentencePieceTokenizer(files[MODEL])
-    chat = ChatTemplate(template, variables=variables) if template else None
+  main = files.get(huggingface_tokenizer.FILE, files.get(MODEL))
+  hugging = main is files.get(huggingface_tokenizer.FILE)
+  if hugging:
+    opened = HuggingFaceTokenizer(main)
   else:
-    main = files.get(huggingface_tokenizer.FILE, files.get(MODEL))
-    hugging = main is files.get(huggingface_tokenizer.FILE)
-    opened = (HuggingFaceTokenizer if hugging else SentencePieceTokenizer)(main)
-    chat = read_chat_template(
-        main.parent, override=template, variables=variables
+    opened = SentencePieceTokenizer(
+        main, main.parent if path.is_dir() else None
     )
-    files = {f'{FOLDER}/{name}': file for name, file in files.items()}
   contents = {name: file.read_bytes() for name, file in files.items()}
-  return Opened(opened, chat, contents)
+  if opened.special is not None and opened.special.policy_ends:
+    # A run keeps no other `config.json` than its own, so what that file alone
+    # says goes where the others read it.
+    folder = main.parent
+    said = special_tokens.read_config(folder / special_tokens.GENERATION)
+    said = {**said, 'eos_token_id': list(opened.special.ends)}
+    text = json.dumps(said, indent=2) + '\n'
+    contents[special_tokens.GENERATION] = text.encode()
+  if list(contents) == [MODEL]:
+    chat = ChatTemplate(template, variables=variables) if template else None
+    return Opened(opened, chat, contents)
+  chat = read_chat_template(main.parent, override=template, variables=variables)
+  kept = {f'{FOLDER}/{name}': content for name, content in contents.items()}
+  return Opened(opened, chat, kept)
 
 
 def holds_tokenizer(folder: str | os.PathLike) -> bool:

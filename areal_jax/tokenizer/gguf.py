@@ -15,7 +15,7 @@ from typing import Any, Mapping
 from sentencepiece import sentencepiece_model_pb2
 
 from areal_jax.config import ConfigError, require
-from areal_jax.tokenizer import chat_template, huggingface_tokenizer
+from areal_jax.tokenizer import huggingface_tokenizer, special_tokens
 
 _BYTES = {
     'type': 'ByteLevel',
@@ -95,7 +95,7 @@ def tokenizer_files(
     # Without it transformers takes the class of the policy's family, which may
     # cut texts in a way of its own.
     config['tokenizer_class'] = 'PreTrainedTokenizerFast'
-  return {name: build(fields, at), chat_template.CONFIG: _json(config)}
+  return {name: build(fields, at), special_tokens.CONFIG: _json(config)}
 
 
 # One function a kind. Each returns the content of the tokenizer's main file.

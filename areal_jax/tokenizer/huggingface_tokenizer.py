@@ -1,7 +1,7 @@
 """Tokenizers in the Hugging Face layout: `tokenizer.json` and its neighbours.
 
 The file says how text becomes ids; which of them begin and end an answer is
-said by `tokenizer_config.json` and `generation_config.json` beside it.
+said by the files beside it, see `special_tokens.py`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ import json
 import os
 import pathlib
 import re
-from typing import Any, Sequence
+from typing import Sequence
 
 import tokenizers
 
 from areal_jax.config import ConfigError, require
-from areal_jax.tokenizer.chat_template import CONFIG, read_config, token_text
+from areal_jax.files import check_content
+from areal_jax.tokenizer import special_tokens
 
 FILE = 'tokenizer.json'
-GENERATION = 'generation_config.json'
 
 
 class HuggingFaceTokenizer:
   """A `Tokenizer` over a `tokenizer.json`.
 
-  `eos_ids` are that of `tokenizer_config.json` (first) and those of
-  `generation_config.json`; none if neither names any. Special tokens that a
-  text spells out become their ids, as in transformers.
+  `eos_ids` are those that any file beside it names; none if none does. Special
+  tokens that a text spells out become their ids, as in transformers.
 
   Args:
     path: a folder, or the file in one.
@@ -42,6 +41,7 @@ class HuggingFaceTokenizer:
     self.path = str(path)
     require(file.is_file(), 'tokenizer path', self.path, f'a {FILE} or a folder'
             ' with one')  # fmt: skip
+    check_content(file)
     try:
       self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
     # The library's Rust code raises plain `Exception`s.
@@ -60,16 +60,16 @@ class HuggingFaceTokenizer:
     longest_first = sorted((t.content for t in added), key=len, reverse=True)
     texts = '|'.join(map(re.escape, longest_first))
     self._added = re.compile(f'({texts})') if texts else None
-    folder = file.parent
-    config = read_config(folder / CONFIG)
-    self.bos_id = self._named(config, 'bos_token', folder)
-    eos = self._named(config, 'eos_token', folder)
-    pad = self._named(config, 'pad_token', folder)
-    ends = [] if eos is None else [eos]
-    ends += self._generation_ends(folder)
-    self.eos_ids = tuple(dict.fromkeys(ends))
+    self.special = special_tokens.read_ids(
+        file.parent,
+        self._tokenizer.token_to_id,
+        frozenset(known.values()).__contains__,
+        f'{FILE}, which has {self.vocab_size}',
+    )
+    self.bos_id, self.eos_ids = self.special.bos, self.special.ends
     # Padding is masked, so any id serves where there is none of its own.
-    self.pad_id = next((i for i in (pad, eos) if i is not None), 0)
+    pads = (self.special.pad, self.special.eos)
+    self.pad_id = next((i for i in pads if i is not None), 0)
 
   def encode(self, text: str) -> list[int]:
     """Ids of the text; none is added to them."""
@@ -103,35 +103,6 @@ class HuggingFaceTokenizer:
     parts = self._added.split(text) if self._added else [text]
     parts[::2] = map(normalizer.normalize_str, parts[::2])
     return ''.join(parts)
-
-  def _named(
-      self, config: dict[str, Any], name: str, folder: pathlib.Path
-  ) -> int | None:
-    """Id of the token that a config names; None if it names none."""
-    text = token_text(config.get(name))
-    if text is None:
-      return None
-    found = self._tokenizer.token_to_id(text)
-    require(found is not None, f'{folder / CONFIG}: {name}', text,
-            f'a token of {FILE}')  # fmt: skip
-    return found
-
-  def _generation_ends(self, folder: pathlib.Path) -> list[int]:
-    """The ids at which the published policy is to stop."""
-    file = folder / GENERATION
-    ends = read_config(file).get('eos_token_id')
-    ends = [] if ends is None else ends
-    ends = ends if isinstance(ends, list) else [ends]
-    for end in ends:
-      whole = isinstance(end, int) and not isinstance(end, bool)
-      require(
-          whole and 0 <= end < self.vocab_size,
-          f'{file}: eos_token_id',
-          end,
-          f'an id of {FILE}, which has {self.vocab_size}',
-      )
-    return ends
-
 
 def _unk_id(tokenizer: tokenizers.Tokenizer) -> int | None:
   """Id of what has no token; None where the model has no such id."""

@@ -18,6 +18,8 @@ from typing import Iterable, Literal, Sequence
 import sentencepiece
 
 from areal_jax.config import ConfigError, require
+from areal_jax.files import check_content
+from areal_jax.tokenizer import special_tokens
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 _SPECIAL = 4
@@ -27,11 +29,21 @@ _LONGEST = 1 << 24  # bytes; the trainer's own 4,192 skips longer texts silently
 class SentencePieceTokenizer:
   """A `Tokenizer` over a sentencepiece model file.
 
+  `eos_ids` are the model's own and those that the files of a folder name.
+
+  Args:
+    path: the file.
+    folder: where further files may name ends, see `special_tokens.py`; None for
+      a file that stands alone.
+
   Raises:
-    ConfigError: the file is missing or is no sentencepiece model.
+    ConfigError: the file is missing or is no sentencepiece model, or a
+      neighbour names an end that it does not have.
   """
 
-  def __init__(self, path: str | os.PathLike):
+  def __init__(
+      self, path: str | os.PathLike, folder: pathlib.Path | None = None
+  ):
     self.path = str(path)
     require(
         pathlib.Path(path).is_file(),
@@ -39,6 +51,7 @@ class SentencePieceTokenizer:
         self.path,
         'a sentencepiece model file',
     )
+    check_content(path)
     self._processor = sentencepiece.SentencePieceProcessor()
     try:
       self._processor.Load(self.path)
@@ -52,7 +65,12 @@ class SentencePieceTokenizer:
     self.missing_ids = frozenset()  # pieces are numbered without a gap
     bos, eos, pad = processor.bos_id(), processor.eos_id(), processor.pad_id()
     self.bos_id = bos if bos >= 0 else None
-    self.eos_ids = (eos,) if eos >= 0 else ()
+    self.special = None
+    ends = [eos] if eos >= 0 else []
+    if folder is not None:
+      self.special = self._special_ids(folder)
+      ends = [*self.special.ends, *ends]
+    self.eos_ids = tuple(dict.fromkeys(ends))
     # Bytes of a character that has no piece are read one character at a time.
     self.run_ids = frozenset()
     self.unk_id = processor.unk_id()
@@ -66,6 +84,19 @@ class SentencePieceTokenizer:
     }
     texts = '|'.join(map(re.escape, self._controls))
     self._special = re.compile(f'({texts})') if texts else None
+
+  def _special_ids(self, folder: pathlib.Path) -> special_tokens.SpecialIds:
+    """The ends that the files of a folder name."""
+    processor, size = self._processor, self.vocab_size
+
+    def id_of(text: str) -> int | None:
+      found = processor.PieceToId(text)
+      return found if processor.IdToPiece(found) == text else None
+
+    vocabulary = f'the {size} pieces of {pathlib.Path(self.path).name}'
+    return special_tokens.read_ids(
+        folder, id_of, range(size).__contains__, vocabulary, ends_alone=True
+    )
 
   def encode(self, text: str) -> list[int]:
     """Ids of the text alone, without special tokens."""

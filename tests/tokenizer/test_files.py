@@ -14,6 +14,7 @@ from areal_jax.tokenizer.sentencepiece_tokenizer import (
     train_sentencepiece,
 )
 from areal_jax.types import Message
+from tests import files
 
 ASK = (Message('user', 'ab'),)
 
@@ -113,4 +114,67 @@ def test_llamas_folder_keeps_its_sentencepiece_model(model, tmp_path):
 
 def test_folder_without_a_tokenizer_is_named(tmp_path):
   with pytest.raises(ConfigError, match='a folder with tokenizer.json or tok'):
+    open_tokenizer(tmp_path)
+
+
+def test_ends_that_the_policy_names_stay_with_the_tokenizer(folder, tmp_path):
+  (folder / 'config.json').write_text('{"eos_token_id": [0, 1]}')
+  (folder / 'generation_config.json').write_text('{"temperature": 0.5}')
+  opened = open_tokenizer(folder)
+  again = kept(opened, tmp_path)
+  assert again.tokenizer.eos_ids == opened.tokenizer.eos_ids == (0, 1)
+  assert again.files == opened.files
+  said = json.loads(opened.files['tokenizer/generation_config.json'])
+  assert said == {'temperature': 0.5, 'eos_token_id': [0, 1]}
+
+
+def test_files_stay_as_they_are_where_others_name_the_end(folder):
+  (folder / 'config.json').write_text('{"eos_token_id": 2}')
+  before = (folder / 'generation_config.json').read_bytes()
+  opened = open_tokenizer(folder)
+  assert opened.files['tokenizer/generation_config.json'] == before
+
+
+@pytest.mark.parametrize(
+    'name, content, ends',
+    [
+        ('config.json', {'eos_token_id': 1}, (1, 2)),
+        ('generation_config.json', {'eos_token_id': [2, 1]}, (2, 1)),
+        ('special_tokens_map.json', {'eos_token': '<s>'}, (1, 2)),
+        ('tokenizer_config.json', {'pad_token': '[PAD]'}, (2,)),
+    ],
+)
+def test_ends_beside_a_sentencepiece_model_are_read(
+    model, tmp_path, name, content, ends
+):
+  folder = tmp_path / 'llama'
+  folder.mkdir()
+  (folder / 'tokenizer.model').write_bytes(model.read_bytes())
+  (folder / name).write_text(json.dumps(content))
+  opened = open_tokenizer(folder)
+  assert opened.tokenizer.eos_ids == ends
+  assert kept(opened, tmp_path).tokenizer.eos_ids == ends
+
+
+def test_end_that_a_sentencepiece_model_lacks_is_named(model, tmp_path):
+  folder = tmp_path / 'llama'
+  folder.mkdir()
+  (folder / 'tokenizer.model').write_bytes(model.read_bytes())
+  (folder / 'tokenizer_config.json').write_text('{"eos_token": "<|im_end|>"}')
+  with pytest.raises(
+      ConfigError,
+      match="eos_token is '<|im_end|>', wanted a token of the",
+  ):
+    open_tokenizer(folder)
+
+
+def test_template_sees_the_tokens_of_both_files(folder):
+  (folder / 'special_tokens_map.json').write_text('{"bos_token": "ab"}')
+  opened = open_tokenizer(folder, template='{{ bos_token }}|{{ eos_token }}')
+  assert opened.chat.render(ASK) == 'ab|<e>'
+
+
+def test_pointer_in_place_of_a_sentencepiece_model_is_named(tmp_path):
+  (tmp_path / 'tokenizer.model').write_text(files.POINTER)
+  with pytest.raises(ConfigError, match='tokenizer.model is a Git LFS pointer'):
     open_tokenizer(tmp_path)

@@ -8,6 +8,7 @@ import tokenizers
 
 from areal_jax.config import ConfigError
 from areal_jax.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
+from tests import files
 from tests.tokenizer import reference
 
 
@@ -93,12 +94,43 @@ def test_nothing_is_cut_padded_or_put_in_front(tmp_path):
             },
             (2, 1),  # the chat's own end first: it ends demonstrations
         ),
+        ({'config': {'eos_token_id': 2}}, (2,)),
+        ({'config': {'eos_token_id': [2, 1]}}, (2, 1)),
+        ({'special_tokens_map': {'eos_token': '</s>'}}, (1,)),
+        (
+            {
+                'config': {'eos_token_id': 2},
+                'special_tokens_map': {'eos_token': {'content': '</s>'}},
+            },
+            (1, 2),
+        ),
+        (
+            {
+                'tokenizer_config': {'eos_token': '<end>'},
+                'special_tokens_map': {'eos_token': '</s>'},
+                'generation_config': {'eos_token_id': None},
+                'config': {'eos_token_id': 0, 'bos_token_id': 1},
+            },
+            (2, 1, 0),
+        ),
     ],
 )
-def test_all_ends_of_both_files_are_taken(tmp_path, configs, ends):
+def test_all_ends_of_all_files_are_taken(tmp_path, configs, ends):
   tokenizer = HuggingFaceTokenizer(small(tmp_path, **configs))
   assert tokenizer.eos_ids == ends
-  assert tokenizer.pad_id == (ends[0] if 'tokenizer_config' in configs else 0)
+  named = {'tokenizer_config', 'special_tokens_map'} & {*configs}
+  assert tokenizer.pad_id == (ends[0] if named else 0)
+  assert tokenizer.bos_id is None  # ids of policies name none
+
+
+def test_what_begins_and_fills_is_read_from_both_files_of_texts(tmp_path):
+  texts = {'bos_token': '<s>', 'pad_token': '<end>', 'eos_token': '</s>'}
+  tokenizer = HuggingFaceTokenizer(small(tmp_path, special_tokens_map=texts))
+  assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, (1,))
+  assert tokenizer.pad_id == 2
+  # Null is a word of its own: this tokenizer puts nothing in front.
+  (tmp_path / 'tokenizer_config.json').write_text('{"bos_token": null}')
+  assert HuggingFaceTokenizer(tmp_path).bos_id is None
 
 
 @pytest.mark.parametrize(
@@ -112,6 +144,11 @@ def test_all_ends_of_both_files_are_taken(tmp_path, configs, ends):
         ({'generation_config': {'eos_token_id': 6}}, 'eos_token_id is 6, .* 6'),
         ({'generation_config': {'eos_token_id': ['x']}}, "eos_token_id is 'x'"),
         ({'generation_config': [1]}, r'generation_config.json is \[1\]'),
+        ({'config': {'eos_token_id': 6}}, '/config.json: eos_token_id is 6'),
+        (
+            {'special_tokens_map': {'eos_token': '<e>'}},
+            "special_tokens_map.json: eos_token is '<e>', wanted a token of",
+        ),
     ],
 )
 def test_neighbour_that_does_not_fit_is_named(tmp_path, configs, message):
@@ -128,4 +165,10 @@ def test_file_that_is_no_tokenizer_is_named(tmp_path, content):
 
 def test_missing_file_is_named(tmp_path):
   with pytest.raises(ConfigError, match='wanted a tokenizer.json or a folder'):
+    HuggingFaceTokenizer(tmp_path)
+
+
+def test_pointer_in_place_of_the_file_is_named(tmp_path):
+  (tmp_path / 'tokenizer.json').write_text(files.POINTER)
+  with pytest.raises(ConfigError, match='tokenizer.json is a Git LFS pointer'):
     HuggingFaceTokenizer(tmp_path)
