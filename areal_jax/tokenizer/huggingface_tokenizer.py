@@ -104,6 +104,7 @@ class HuggingFaceTokenizer:
     parts[::2] = map(normalizer.normalize_str, parts[::2])
     return ''.join(parts)
 
+
 def _unk_id(tokenizer: tokenizers.Tokenizer) -> int | None:
   """Id of what has no token; None where the model has no such id."""
   if isinstance(tokenizer.model, tokenizers.models.Unigram):
