@@ -32,6 +32,8 @@ from areal_jax.config import (
     type_hints,
     unknown_field,
 )
+from areal_jax.rewards.base import BadReward
+from areal_jax.rollout.failures import TooManyFailures
 from areal_jax.sandbox.call import call
 from areal_jax.telemetry import run_folder
 
@@ -175,14 +177,17 @@ def point_to_run(experiment: Experiment, folder: str) -> None:
 def exit_code(work: Callable[..., Any], *args: Any) -> int:
   """Does the work of a command; returns its exit code.
 
-  0 done, 2 a mistake in the settings, 130 ended by SIGINT, 143 by SIGTERM;
-  whatever else goes wrong passes through and ends the program with its
-  traceback and code 1.
+  0 done, 1 the answers get no scores, 2 a mistake in the settings, 130 ended by
+  SIGINT, 143 by SIGTERM; whatever else goes wrong passes through and ends the
+  program with its traceback and code 1.
   """
   try:
     work(*args)
   except ConfigError as error:
     return complain(error)
+  except (BadReward, TooManyFailures) as error:
+    complain(error)
+    return 1
   except Interrupted as error:
     print(error, file=sys.stderr)
     return error.code
@@ -192,7 +197,7 @@ def exit_code(work: Callable[..., Any], *args: Any) -> int:
   return 0
 
 
-def complain(error: flags.Error | ConfigError) -> int:
+def complain(error: Exception) -> int:
   """Prints one line for each mistake; returns the exit code of all of them."""
   for mistake in error.args or (error,):
     print(f'error: {" ".join(str(mistake).split())}', file=sys.stderr)

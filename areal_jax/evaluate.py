@@ -24,6 +24,7 @@ import json
 import pathlib
 import re
 import sys
+import tempfile
 import time
 import typing
 
@@ -111,13 +112,20 @@ def evaluate(asked: Asked) -> Evaluation:
       experiment.mesh, shape=lambda mesh: generation_only(mesh.rollout)
   ):
     prepared = prepare(experiment)
-  result = _ask(prepared, _version(asked.run))
+  with tempfile.TemporaryDirectory() as place:
+    printed = pathlib.Path(place) / run_folder.REWARD_OUTPUT
+    result = _ask(prepared, _version(asked.run), printed)
+    output = printed.read_bytes()
   settings = prepared.settings
   if asked.run:
     folder = pathlib.Path(asked.run)
   else:
     folder = run_folder.new_run_folder(settings.output, settings.name)
   path = _write(folder, prepared, result, time.monotonic() - started)
+  if output:
+    log = path.with_name(f'{path.stem}-{run_folder.REWARD_OUTPUT}')
+    log.write_bytes(output)
+    print(f'the reward prints; all of it is in {log}', file=sys.stderr)
   print(table_text(result))
   print(f'version {result.version}; see {path}')
   return result
@@ -131,8 +139,14 @@ def _version(run: str) -> int:
   return json.loads(file.read_text())['steps']
 
 
-def _ask(prepared: Prepared, version: int) -> Evaluation:
-  """Loads the policy onto the rollout meshes and evaluates it there."""
+def _ask(prepared: Prepared, version: int, printed: pathlib.Path) -> Evaluation:
+  """Loads the policy onto the rollout meshes and evaluates it there.
+
+  Args:
+    prepared: the policy and the problems.
+    version: of the policy.
+    printed: file that gets what the reward prints.
+  """
   # pylint: disable=g-import-not-at-top
   import jax
 
@@ -160,7 +174,7 @@ def _ask(prepared: Prepared, version: int) -> Evaluation:
   reward = settings.reward
   with contextlib.ExitStack() as stack:
     events = stack.enter_context(EventLog(None))
-    scorer = Scorer(reward.function, reward.workers, reward.timeout_s)
+    scorer = Scorer(reward.function, reward.workers, reward.timeout_s, printed)
     stack.callback(scorer.close)
     scorer.start()
     model, params = served_policy(

@@ -70,6 +70,7 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, devices_first, machine_devices
 from areal_jax.models import transformer
 from areal_jax.resume import Carried, Start
+from areal_jax.rewards.base import BadReward
 from areal_jax.rewards.scorer import Scorer
 from areal_jax.rewards.self_test import self_test
 from areal_jax.rollout.controller import Controller, Costs, Snapshot
@@ -84,6 +85,7 @@ from areal_jax.telemetry.profiling import Profiler
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.samples import LimitedLog, SampleWriter
 from areal_jax.telemetry.schedule import ScheduleWriter
+from areal_jax.telemetry.text_log import TextLog
 from areal_jax.train import checkpoint, memory, pretrained
 from areal_jax.train.step import NonFiniteError
 from areal_jax.train.trainer import Pending, Trainer
@@ -93,11 +95,14 @@ from areal_jax.types import (
     Group,
     Problem,
     RewardResult,
+    RewardStatus,
     Trajectory,
 )
 from areal_jax.weights import Handle
 
 _SELF_TESTED = 4  # problems whose gold answers are scored at the start
+_SELF_TEST_TIMEOUTS = 4  # times reward.timeout_s that all of it may take
+_SELF_TEST_TOLD_S = 5.0  # seconds between two words on how far it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,6 +335,8 @@ class Session:
     self._trained_until = 0.0  # monotonic second at which a step was done
     self._deaths: dict[str, int] = {}  # by engine, as far as they are told
     self._evaluating: int | None = None  # version
+    self._reward_failed = False  # as far as it was told
+    self._printed = False  # by the reward, as far as it was told
     self._stack = contextlib.ExitStack()
     self._compilations = CompilationCounter()
     self._progress = Progress(settings.steps)
@@ -416,14 +423,22 @@ class Session:
     self._keeper = self._build_keeper()
     stack.callback(self._keeper.close)
     reward = settings.reward
-    self._scorer = Scorer(reward.function, reward.workers, reward.timeout_s)
+    output = folder / run_folder.REWARD_OUTPUT
+    self._reward_errors = TextLog(
+        folder / run_folder.REWARD_ERRORS, settings.sample_bytes
+    )
     # Another one for evaluation: training never queues behind its answers.
-    self._judge = Scorer(reward.function, reward.workers, reward.timeout_s)
+    self._scorer, self._judge = (
+        Scorer(reward.function, reward.workers, reward.timeout_s, output)
+        for _ in range(2)
+    )
+    stack.callback(_remove_if_empty, output)
     for scorer in (self._scorer, self._judge):
       stack.callback(scorer.close)
     # Ended in the opposite order: engines before the event loop they answer.
     self._async = AsyncThread('controller')
     stack.callback(self._async.stop)
+    self._test_reward()
     self._rollout = self._build_rollout()
     stack.callback(self._rollout.close)
     stack.callback(self._rollout.stop)
@@ -585,28 +600,89 @@ class Session:
       note(f'  the evaluation of version {lost} is lost: its weights are gone')
 
   def _test_reward(self) -> None:
-    """Says so if gold answers score no more than corrupted ones."""
+    """Scores gold answers; ends the run if none of them gets a score.
+
+    It comes before anything is compiled.
+    """
+    reward = self._settings.reward
     problems = [p for p in self._prepared.evaluation if p.answer][:_SELF_TESTED]
-    if not problems:
+    if self._carried is not None or not reward.self_test or not problems:
       return
-    limit = self._settings.reward.timeout_s
+    self._judge.start()
+    self._reward_failed = True  # it is told below
+    # Time for the work of each worker to run out of time some times.
+    limit = _SELF_TEST_TIMEOUTS * reward.timeout_s
+    done = [0, 0]
+    told = time.monotonic()
+
+    def count(*numbers: int) -> None:
+      done[:] = numbers
+
+    def check() -> None:
+      nonlocal told
+      self._signals.check()
+      if time.monotonic() - told >= _SELF_TEST_TOLD_S:
+        told = time.monotonic()
+        self._progress.note(
+            f'tests the reward: {done[0]} of {done[1] or "all"} answers are'
+            f' scored; it takes at most {limit:g} s'
+        )
+
+    score = functools.partial(self._told, self._judge)
     found = self._async.run(
-        self_test(self._judge, problems),
-        timeout_s=60 + 9 * len(problems) * limit,
+        self_test(score, problems, limit_s=limit, tell=count),
+        timeout_s=limit + 60,
         explain=self._judge.explain,
-        check=self._check,
+        check=check,
     )
+    self._tell_reward_output()
+    try:
+      found.require_scores()
+    except BadReward as error:
+      errors = self._reward_errors.path
+      more = f' (details: {errors})' if errors.exists() else ''
+      raise BadReward(f'{error}{more}') from None
+    self._reward_failed = bool(found.failed)
     if not found.passed:
-      why = found.error.partition('\n')[0] or found.example
       self._progress.note(
           f'caution: {found.right} of {found.problems} gold answers score above'
-          f' corrupted ones ({why}); python -m areal_jax.doctor says more'
+          f' corrupted ones ({found.why}); python -m areal_jax.doctor says more'
       )
+
+  async def _told(
+      self, scorer: Scorer, problem: Problem, text: str
+  ) -> RewardResult:
+    """Scores a text; why it failed goes to a file, its first line stays."""
+    result = await scorer(problem, text)
+    if result.status not in (RewardStatus.ERROR, RewardStatus.TIMEOUT):
+      return result
+    self._reward_errors.append(
+        f'problem {problem.id}, answer {text[:200]!r}\n{result.detail}'
+    )
+    line = result.detail.partition('\n')[0]
+    if not self._reward_failed:
+      self._reward_failed = True
+      self._progress.note(
+          f'the reward failed: {line} (all failures:'
+          f' {self._reward_errors.path})'
+      )
+    return dataclasses.replace(result, detail=line)
+
+  def _tell_reward_output(self) -> None:
+    """Shows the first lines that the reward has printed, once."""
+    file = self._folder / run_folder.REWARD_OUTPUT
+    if self._printed or not file.exists() or not file.stat().st_size:
+      return
+    self._printed = True
+    with open(file, encoding='utf-8', errors='replace') as lines:
+      first = [line.rstrip()[:200] for _, line in zip(range(3), lines)]
+    self._progress.note(f'the reward prints; all of it goes to {file}:')
+    for line in first:
+      self._progress.note(f'  {line}')
 
   def run(self, params: Any) -> dict[str, Any]:
     """Warm start, evaluation, training, evaluation; returns the summary."""
     if self._carried is None:
-      self._test_reward()
       params = self._warm_start(params)
     trainer = build_trainer(
         self._prepared, params, self._slices.train, self._rules, self._steps
@@ -1010,7 +1086,7 @@ class Session:
     with self._events.span(
         'reward', lane, draw_index=draw.draw_index
     ) as fields:
-      result = await scorer(draw.problem, text)
+      result = await self._told(scorer, draw.problem, text)
       fields['status'] = result.status.value
     return result
 
@@ -1076,6 +1152,7 @@ class Session:
       self, step: HandedOut, values: dict[str, float], book: Book
   ) -> None:
     self._tell_deaths()
+    self._tell_reward_output()
     book.add(values)
     rates = book.rates(step.mark)
     rows = {**values, **step.facts, **rates, 'step_s': step.seconds}
@@ -1204,6 +1281,11 @@ class Session:
         f'accuracy {since}{last:.3f} in {seconds:.0f} s; see {folder}'
     )
     return summary
+
+
+def _remove_if_empty(file: pathlib.Path) -> None:
+  if file.exists() and not file.stat().st_size:
+    file.unlink()
 
 
 @dataclasses.dataclass(frozen=True)

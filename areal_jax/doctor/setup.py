@@ -13,6 +13,7 @@ import os
 import pathlib
 import platform
 import shutil
+import tempfile
 from typing import Iterator
 
 import jax
@@ -33,6 +34,7 @@ from areal_jax.train import memory as train_memory
 
 _PACKAGES = ('jax', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 _TRIED = 32  # problems whose gold answers, prompts and texts are tried
+_REWARD_TIMEOUTS = 16  # times reward.timeout_s that its check may take
 _GIB = 2**30
 
 
@@ -173,21 +175,27 @@ def reward(prepared: Prepared) -> Verdict:
   problems = [p for p in prepared.train if p.answer][:_TRIED]
   if not problems:
     return Verdict('reward', 'skip', 'the problems have no gold answers')
-  scorer = Scorer(settings.function, settings.workers, settings.timeout_s)
-  try:
-    scorer.start()
-    found = asyncio.run(self_test(scorer, problems))
-  finally:
-    scorer.close()
+  limit = _REWARD_TIMEOUTS * settings.timeout_s
+  with tempfile.TemporaryDirectory() as place:
+    printed = pathlib.Path(place) / 'printed'
+    scorer = Scorer(
+        settings.function, settings.workers, settings.timeout_s, printed
+    )
+    try:
+      scorer.start()
+      found = asyncio.run(self_test(scorer, problems, limit_s=limit))
+    finally:
+      scorer.close()
+    lines = printed.read_text(errors='replace').splitlines()
   said = (
       f'{found.right} of {found.problems} gold answers score above corrupted'
       f' ones; {found.gold:.3g} against {found.corrupted:.3g} on average,'
       f' {found.failed} results failed'
+      + (f'; it prints: {lines[0][:80]!r}' if lines else '')
   )
-  why = found.error.partition('\n')[0] or found.example
   return judge(
       'reward', found.passed, said,
-      f'config.reward.function {settings.function}: {why}',
+      f'config.reward.function {settings.function}: {found.why}',
   )  # fmt: skip
 
 

@@ -23,6 +23,17 @@ from areal_jax.types import Problem, RewardStatus
 # they pickle without this package's classes.
 Scored = tuple[str, float | None, dict[str, float], str]
 
+# Names of first parameters by which reward functions of other libraries are
+# known: TRL calls with batches, verl with a solution and the right answer.
+_FOREIGN = frozenset({
+    'completion_ids', 'completions', 'data_source', 'ground_truth', 'prompts',
+    'queries', 'responses', 'solution_str', 'solutions',
+})  # fmt: skip
+
+
+class BadReward(ValueError):
+  """The reward gives no score where a run needs one; the text is one line."""
+
 
 def load_reward(
     spec: str, at: str = 'rewards.function'
@@ -34,11 +45,18 @@ def load_reward(
       problem and a text; names the setting `at`, the spec and the cause.
   """
   function = load_function(spec, at)
+  kinds = (
+      inspect.iscoroutinefunction,
+      inspect.isasyncgenfunction,
+      inspect.isgeneratorfunction,
+  )
+  forms = (function, type(function).__call__)  # an instance may be awaited
   require(
-      not inspect.iscoroutinefunction(function),
+      not any(kind(form) for kind in kinds for form in forms),
       at,
       spec,
-      'a plain function: rewards run in processes of their own, not awaited',
+      'a plain function that returns its score: rewards run in processes of'
+      ' their own, not awaited, and yield nothing',
   )
   try:
     signature = inspect.signature(function)
@@ -51,6 +69,14 @@ def load_reward(
         f'{at} is {spec!r}, which cannot be called with (problem, text):'
         f' {error}'
     ) from error
+  first = list(signature.parameters)[:2]
+  if _FOREIGN & set(first):
+    raise ConfigError(
+        f'{at} is {spec!r}, whose first parameters are {", ".join(first)},'
+        ' wanted a function of (problem, text) that scores one answer; write'
+        f' one that calls {spec.partition(":")[2]} with problem.prompt,'
+        ' problem.answer and the text'
+    )
   return function
 
 
@@ -66,35 +92,42 @@ def apply(spec: str, problem: Problem, text: str) -> Scored:
     ConfigError: the spec names no reward function.
   """
   function = _loaded(spec)
-  outcome = call(function, problem, text)
+  outcome = call(function, problem, text, catch=(Exception, SystemExit))
   if outcome.status != 'ok':
-    return RewardStatus.ERROR.value, None, {}, outcome.detail
-  return _scored(outcome.value)
+    return RewardStatus.ERROR.value, None, {}, f'{spec} raised {outcome.detail}'
+  return _scored(spec, text, outcome.value)
 
 
 _loaded = functools.cache(load_reward)
 
 
-def _scored(value: Any) -> Scored:
-  """The four-way result that a returned value stands for."""
+def _scored(spec: str, text: str, value: Any) -> Scored:
+  """The four-way result that a returned value stands for.
+
+  Args:
+    spec: of the function.
+    text: that it was given.
+    value: that it returned.
+  """
   parts = {}
   if isinstance(value, tuple) and len(value) == 2:
     value, parts = value
   if not _are_parts(parts) or not (value is None or _is_number(value)):
-    seen = repr(value) if not parts else repr((value, parts))
+    seen = ' '.join((repr((value, parts)) if parts else repr(value)).split())
     return (
         RewardStatus.ERROR.value,
         None,
         {},
-        f'the reward returned {seen[:200]}, wanted a number, None, or either'
-        ' with a dict of numbers',
+        f'{spec} returned {seen[:100]} ({type(value).__name__}), wanted a'
+        ' number, None, or either with a dict of numbers',
     )
   parts = {name: float(part) for name, part in parts.items()}
   if value is None:
-    return RewardStatus.UNPARSEABLE.value, None, parts, ''
+    detail = f'{spec} returned None: it found no answer in {text[:60]!r}'
+    return RewardStatus.UNPARSEABLE.value, None, parts, detail
   score = float(value)
   if not math.isfinite(score):
-    detail = f'the reward returned {score}, wanted a finite number'
+    detail = f'{spec} returned {score}, wanted a finite number'
     return RewardStatus.ERROR.value, None, parts, detail
   return RewardStatus.OK.value, score, parts, ''
 

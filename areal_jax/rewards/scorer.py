@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import threading
 import time
 
@@ -28,11 +29,15 @@ class RewardSettings:
     function: 'package.module:function', see `base.py`.
     workers: processes; one scores some thousand short answers a second.
     timeout_s: seconds that scoring one answer may take.
+    self_test: whether a run scores some gold answers at its start, and ends if
+      none of them gets a score. False for answers in a form that only the
+      policy's prompt knows.
   """
 
   function: str
   workers: int = 1
   timeout_s: float = 10.0
+  self_test: bool = True
 
   def validate(self, at: str) -> None:
     require(self.workers >= 1, f'{at}.workers', self.workers, 'at least 1')
@@ -61,11 +66,23 @@ class Scorer:
   `counts` has the number of results of each status, by its value: 'ok',
   'error', 'timeout', 'unparseable'.
 
+  Args:
+    spec: 'package.module:function'.
+    workers: processes.
+    timeout_s: seconds that scoring one answer may take.
+    output: file that gets what the function prints; None leaves it alone.
+
   Raises:
     ConfigError: the spec names no reward function.
   """
 
-  def __init__(self, spec: str, workers: int = 1, timeout_s: float = 10.0):
+  def __init__(
+      self,
+      spec: str,
+      workers: int = 1,
+      timeout_s: float = 10.0,
+      output: str | os.PathLike | None = None,
+  ):
     base.load_reward(spec)
     self.spec = spec
     self.counts = {status.value: 0 for status in RewardStatus}
@@ -76,7 +93,10 @@ class Scorer:
     # The reward's module may take seconds to import; the fork server does it
     # once, so that a worker that replaces a killed one has it at once.
     self._pool = KillablePool(
-        workers, timeout_s, preload=(base.__name__, spec.partition(':')[0])
+        workers,
+        timeout_s,
+        preload=(base.__name__, spec.partition(':')[0]),
+        output=output,
     )
 
   def start(self) -> None:
@@ -94,7 +114,11 @@ class Scorer:
     if outcome.status == 'ok':
       status, score, parts, detail = outcome.value
     else:
-      status, score, parts, detail = outcome.status, None, {}, outcome.detail
+      status, score, parts = outcome.status, None, {}
+      detail = f'{self.spec}: {outcome.detail}'
+      if status == 'timeout':
+        limit = f'reward.timeout_s={self._pool.timeout_s:g}'
+        detail = f'{self.spec} took longer than {limit} and was killed'
     with self._counting:
       self.counts[status] += 1
     return RewardResult(

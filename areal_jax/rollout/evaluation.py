@@ -26,6 +26,7 @@ from typing import (
 import numpy as np
 
 from areal_jax.config import require
+from areal_jax.rewards.base import BadReward
 from areal_jax.sandbox.call import load_function
 from areal_jax.types import SAMPLING_RULES, RewardStatus, StopReason
 
@@ -264,7 +265,8 @@ def evaluation_of(
   """Puts answers in order and works out their statistics.
 
   Raises:
-    ValueError: no answer counts, or one comes twice.
+    BadReward: no answer counts.
+    ValueError: one comes twice.
   """
   answers = sorted(answers, key=lambda a: (a.draw_index, a.sample))
   places = [(a.draw_index, a.sample) for a in answers]
@@ -272,8 +274,9 @@ def evaluation_of(
     raise ValueError(f'{len(places)} answers at {len(set(places))} places')
   if not any(a.counts for a in answers):
     last = answers[-1].detail if answers else 'no problem was asked'
-    raise ValueError(
-        f'0 of {len(answers)} evaluation answers could be scored; {last}'
+    raise BadReward(
+        f'0 of {len(answers)} evaluation answers could be scored;'
+        f' {last.partition(chr(10))[0]}'
     )
   sources = sorted({a.source for a in answers})
   return Evaluation(

@@ -9,6 +9,7 @@ them is the user's. Neither limits time or memory: see `pool.py` for that.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import time
 import traceback
@@ -37,7 +38,7 @@ class Outcome:
 def call(
     function: Callable[..., Any],
     *args: Any,
-    catch: type[BaseException] = Exception,
+    catch: type[BaseException] | tuple[type[BaseException], ...] = Exception,
 ) -> Outcome:
   """Runs `function(*args)` here and now; an exception becomes an error."""
   start = time.monotonic()
@@ -76,14 +77,20 @@ def load_function(spec: str, at: str) -> Callable[..., Any]:
       spec,
       "the form 'package.module:function'",
   )
-  found = call(importlib.import_module, module_name)
+  found = call(
+      importlib.import_module, module_name, catch=(Exception, SystemExit)
+  )
   if found.status != 'ok':
     cause = found.detail.splitlines()[0]
     raise ConfigError(
         f'{at} is {spec!r}, but importing {module_name} failed: {cause}'
     )
   if not hasattr(found.value, name):
-    raise ConfigError(f'{at} is {spec!r}, but {module_name} has no {name!r}')
+    near = difflib.get_close_matches(name, dir(found.value), n=1)
+    hint = f'; did you mean {near[0]!r}?' if near else ''
+    raise ConfigError(
+        f'{at} is {spec!r}, but {module_name} has no {name!r}{hint}'
+    )
   function = getattr(found.value, name)
   if not callable(function):
     raise ConfigError(

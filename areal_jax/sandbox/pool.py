@@ -44,6 +44,7 @@ from areal_jax.sandbox.call import Outcome, call
 
 _TRIES = 3  # of a job whose process is gone before it had begun with it
 _START_S = 60.0  # for a worker to come up: it imports what its jobs need
+_OUTPUT_BYTES = 10_000_000  # of the file that jobs print into
 _TAKE_S = 10.0  # for one that is up to take a job, or to be gone when killed
 _SIZE = struct.Struct('<Q')  # in front of each message, its bytes
 _READY = b'ready'
@@ -88,15 +89,23 @@ class KillablePool:
       a free worker does not count.
     preload: names of modules that the fork server imports once, so that no
       worker has to. It takes effect in the first pool of a program.
+    output: file that gets what jobs print, on standard output and error, up to
+      10 MB. None leaves both as they are.
   """
 
   def __init__(
-      self, workers: int, timeout_s: float, *, preload: Sequence[str] = ()
+      self,
+      workers: int,
+      timeout_s: float,
+      *,
+      preload: Sequence[str] = (),
+      output: str | os.PathLike | None = None,
   ):
     require(workers >= 1, 'workers', workers, 'at least 1')
     require(timeout_s > 0, 'timeout_s', timeout_s, 'more than 0 seconds')
     self.workers = workers
     self.timeout_s = timeout_s
+    self._output = None if output is None else os.path.abspath(output)
     self._context = multiprocessing.get_context('forkserver')
     self._context.set_forkserver_preload([__name__, *preload])
     lock = threading.Lock()
@@ -230,7 +239,7 @@ class KillablePool:
     while self._held[place] is None and not self._closed:
       try:
         with _processes:
-          worker = _Worker(self._context)
+          worker = _Worker(self._context, self._output)
         self._replace(place, worker)
         worker.receive(_START_S)
       except (_Gone, _Late, OSError, EOFError, RuntimeError) as error:
@@ -334,14 +343,19 @@ class _Worker:
 
   Args:
     context: of the fork server.
+    output: file that gets what its jobs print; None for no file.
 
   Raises:
     OSError, EOFError, RuntimeError: no process can be had.
   """
 
-  def __init__(self, context: multiprocessing.context.ForkServerContext):
+  def __init__(
+      self,
+      context: multiprocessing.context.ForkServerContext,
+      output: str | None,
+  ):
     self._socket, theirs = context.Pipe()
-    self._process = context.Process(target=_work, args=(theirs,))
+    self._process = context.Process(target=_work, args=(theirs, output))
     self._read = bytearray()
     started = False
     try:
@@ -449,13 +463,42 @@ class _Worker:
 # In a worker.
 
 
-def _work(socket: connection.Connection) -> None:
+def _work(socket: connection.Connection, output: str | None) -> None:
   """Takes jobs until the other end is closed."""
   _prepare_worker()
+  if output is not None:
+    _print_into(output)
   _write(socket, _READY)
   while (job := _read(socket)) is not None:
     _write(socket, _READY)  # from here on it is the job's own affair
-    _write(socket, _execute(job))
+    outcome = _execute(job)
+    if output is not None:
+      _bound_output()
+    _write(socket, outcome)
+
+
+def _print_into(path: str) -> None:
+  """Sends what is printed in this process, by whomever, into a file."""
+  file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+  for standard in (1, 2):
+    os.dup2(file, standard)
+  os.close(file)
+  for stream in (sys.stdout, sys.stderr):  # a killed job keeps its last line
+    stream.reconfigure(line_buffering=True)
+
+
+def _bound_output() -> None:
+  """Hands on what a job has printed; throws away the rest of a long log."""
+  # A job may have closed or replaced its streams.
+  call(sys.stdout.flush)
+  call(sys.stderr.flush)
+  size = call(lambda: os.fstat(1).st_size)
+  if size.status == 'ok' and size.value > _OUTPUT_BYTES:
+    call(os.write, 1, b'(later output is thrown away)\n')
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for standard in (1, 2):
+      os.dup2(nowhere, standard)
+    os.close(nowhere)
 
 
 def _prepare_worker() -> None:

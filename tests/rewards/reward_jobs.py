@@ -1,5 +1,8 @@
 """Reward functions that the workers of the reward tests import."""
 
+import os
+import sys
+
 NOT_A_FUNCTION = 3
 
 
@@ -30,6 +33,33 @@ def hang(problem, text):
   while text == 'hang':
     pass
   return 1.0
+
+
+def exits(problem, text):
+  """Ends its process in one of two ways, or prints."""
+  del problem
+  if text == 'exit':
+    sys.exit(3)
+  if text == 'vanish':
+    os._exit(3)
+  print(f'scores {text}')
+  print('a warning', file=sys.stderr)
+  return 1.0
+
+
+def batch(prompts, completions, **others):
+  """The form of TRL, which binds to (problem, text) by accident."""
+  return [0.0 for _ in completions] if others else [float(len(prompts))]
+
+
+def compute_score(solution_str, ground_truth, method='strict'):
+  """The form of verl."""
+  return float(solution_str == ground_truth and method == 'strict')
+
+
+def yields(problem, text):
+  del problem, text
+  yield 1.0
 
 
 async def awaited(problem, text):

@@ -32,6 +32,10 @@ def test_reward_is_found_by_name():
         ('areal_jax.rewards.running_totals:none', "has no 'none'"),
         ('reward_jobs:NOT_A_FUNCTION', 'is a int, wanted a function'),
         ('reward_jobs:awaited', 'wanted a plain function'),
+        ('reward_jobs:yields', 'wanted a plain function that returns'),
+        ('reward_jobs:batch', 'whose first parameters are prompts, compl'),
+        ('reward_jobs:compute_score', 'are solution_str, ground_truth, want'),
+        ('reward_jobs:hnag', "has no 'hnag'; did you mean 'hang'"),
         ('running_totals', 'wanted the form'),
         (
             'reward_jobs:of_one',
@@ -66,7 +70,9 @@ def test_error_names_setting_spec_and_cause(spec, cause):
 def test_returned_value_has_one_meaning(text, status, score, parts):
   scored = base.apply(BY_TEXT, PROBLEM, text)
   assert scored[:3] == (status, score, parts)
-  assert bool(scored[3]) == (status == 'error')
+  assert bool(scored[3]) == (status != 'ok')  # and then says why
+  assert scored[3].startswith(BY_TEXT if status != 'ok' else '')
+  assert '\n' not in scored[3]
 
 
 def test_numpy_number_is_a_plain_score(monkeypatch):
@@ -81,16 +87,49 @@ def test_numpy_number_is_a_plain_score(monkeypatch):
 
 def test_detail_says_what_was_returned():
   assert (
-      "returned '1.0', wanted a number"
+      "returned '1.0' (str), wanted a number"
       in base.apply(BY_TEXT, PROBLEM, 'text')[3]
   )
   assert 'returned nan' in base.apply(BY_TEXT, PROBLEM, 'nan')[3]
+  assert base.apply(BY_TEXT, PROBLEM, 'none')[3] == (
+      "reward_jobs:by_text returned None: it found no answer in 'none'"
+  )
+
+
+@pytest.mark.parametrize(
+    'value, seen',
+    [
+        (np.ones((2, 2)), 'array([[1., 1.], [1., 1.]]) (ndarray)'),
+        ([1.0], '[1.0] (list)'),
+        ({'score': 1}, "{'score': 1} (dict)"),
+    ],
+)
+def test_what_is_no_score_is_one_line_with_value_and_type(
+    value, seen, monkeypatch
+):
+  import reward_jobs
+
+  monkeypatch.setattr(reward_jobs, 'returns', lambda p, t: value, raising=False)
+  base._loaded.cache_clear()
+  found = base.apply('reward_jobs:returns', PROBLEM, '')
+  assert found[0] == 'error'
+  assert found[3].startswith(f'reward_jobs:returns returned {seen}, wanted a')
+  assert '\n' not in found[3]
+
+
+def test_module_that_exits_when_imported_is_refused(tmp_path, monkeypatch):
+  (tmp_path / 'exits_at_once.py').write_text('import sys; sys.exit(0)')
+  monkeypatch.syspath_prepend(tmp_path)
+  with pytest.raises(ConfigError, match='importing exits_at_once failed: Sys'):
+    base.load_reward('exits_at_once:score')
 
 
 def test_exception_is_an_error_with_type_and_message():
   status, score, _, detail = base.apply('reward_jobs:fail', PROBLEM, 'x')
   assert (status, score) == ('error', None)
-  assert detail.startswith('ValueError: no gold for train/7 in x\n')
+  assert detail.startswith(
+      'reward_jobs:fail raised ValueError: no gold for train/7 in x\n'
+  )
 
 
 def test_every_thread_scores_alike():

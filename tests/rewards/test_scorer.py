@@ -37,7 +37,9 @@ def test_each_status_is_counted_and_only_ok_has_a_score():
   ]
   assert [r.score for r in results] == [0.0, 0.25, None, None, None]
   assert results[1].parts == {'format': 1.0, 'value': 0.0}
-  assert results[4].detail.startswith("KeyError: 'a word")
+  assert results[4].detail.startswith(
+      "reward_jobs:by_text raised KeyError: 'a word"
+  )
   assert scorer.counts == {'ok': 2, 'unparseable': 1, 'error': 2, 'timeout': 0}
   scorer.close()
 
@@ -46,11 +48,39 @@ def test_hung_reward_is_a_timeout_and_the_next_is_scored():
   scorer = Scorer('reward_jobs:hang', workers=1, timeout_s=4.0)
   scorer.start()
   hung, good = score(scorer, 'hang', 'good')
+  assert hung.detail == (
+      'reward_jobs:hang took longer than reward.timeout_s=4 and was killed'
+  )
   assert (hung.status, hung.score) == (RewardStatus.TIMEOUT, None)
   assert hung.seconds == 4.0
   assert good.score == 1.0
   assert scorer.counts == {'ok': 1, 'timeout': 1, 'error': 0, 'unparseable': 0}
   scorer.close()
+
+
+def test_each_way_to_fail_is_a_line_with_the_name_of_the_function():
+  scorer = Scorer('reward_jobs:exits', timeout_s=WAIT_S)
+  scorer.start()
+  raised, died, good = score(scorer, 'exit', 'vanish', 'good')
+  assert raised.detail.startswith('reward_jobs:exits raised SystemExit: 3\n')
+  assert died.detail == (
+      'reward_jobs:exits: the process of the job died with exit code 3'
+  )
+  assert good.score == 1.0
+  scorer.close()
+
+
+def test_what_a_reward_prints_goes_to_its_file(tmp_path, capfd):
+  scorer = Scorer(
+      'reward_jobs:exits', timeout_s=WAIT_S, output=tmp_path / 'printed'
+  )
+  scorer.start()
+  score(scorer, 'one', 'two')
+  scorer.close()
+  assert (tmp_path / 'printed').read_text().splitlines() == [
+      'scores one', 'a warning', 'scores two', 'a warning',
+  ]  # fmt: skip
+  assert capfd.readouterr() == ('', '')
 
 
 def test_process_scores_as_a_thread_does():
