@@ -13,6 +13,7 @@ from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.telemetry.schedule import Schedule
 from areal_jax.train import checkpoint
 from tests import killed_run
+from tests.limits import WAIT_S
 from tests.test_resume import state_of
 from tests.test_session import assert_same_bits
 
@@ -32,7 +33,7 @@ def start(folder, kill=''):
       },
       capture_output=True,
       text=True,
-      timeout=300,
+      timeout=WAIT_S,
   )
   if done.returncode not in (0, -signal.SIGKILL):
     raise AssertionError(done.stderr)

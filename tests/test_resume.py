@@ -12,7 +12,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -29,6 +28,7 @@ from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.train import checkpoint, pretrained
 from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings
+from tests.limits import WAIT_S, wait_until
 from tests.test_session import assert_same_bits, experiment, policy_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -501,14 +501,15 @@ def test_signal_saves_and_the_run_goes_on_without_loss(tmp_path):
         env={**os.environ, 'PYTHONPATH': str(ROOT)},
     )  # fmt: skip
     try:
-      end = time.monotonic() + 120
       log = tmp_path / 'run/metrics.jsonl'
-      while not log.exists() or len(log.read_text().splitlines()) < 4:
+
+      def four_rows():
         assert child.poll() is None, (tmp_path / 'said').read_text()
-        assert time.monotonic() < end, (tmp_path / 'said').read_text()
-        time.sleep(0.01)
+        return log.exists() and len(log.read_text().splitlines()) >= 4
+
+      wait_until(four_rows, 'four rows of metrics')
       child.terminate()
-      code = child.wait(60)
+      code = child.wait(WAIT_S)
     finally:
       child.kill()
       child.wait()
@@ -550,11 +551,12 @@ def test_killed_run_goes_on_and_trains_every_problem_once(tmp_path):
     )  # fmt: skip
     folder = tmp_path / 'run/checkpoints'
     try:
-      end = time.monotonic() + 120
-      while max(checkpoint.steps(folder), default=0) < 8:
+
+      def eighth():
         assert child.poll() is None, (tmp_path / 'said').read_text()
-        assert time.monotonic() < end, (tmp_path / 'said').read_text()
-        time.sleep(0.01)
+        return max(checkpoint.steps(folder), default=0) >= 8
+
+      wait_until(eighth, 'the checkpoint of step 8')
     finally:
       child.kill()
       child.wait()

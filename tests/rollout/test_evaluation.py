@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import math
 import queue
-import time
 
 import jax
 import numpy as np
@@ -42,6 +41,7 @@ from areal_jax.types import (
     StopReason,
 )
 from tests import tiny
+from tests.limits import WAIT_S, wait_until
 
 # Statistics.
 
@@ -381,7 +381,7 @@ class Asked:
     return RewardResult(RewardStatus.OK, float(draw.draw_index))
 
   def evaluate(
-      self, version=0, problems=PROBLEMS, wait_s=60.0, stops=(), **changes
+      self, version=0, problems=PROBLEMS, wait_s=WAIT_S, stops=(), **changes
   ):
     params = jax.block_until_ready(tiny.params(version))
     chosen = EvaluationSettings(**{'samples': 2, 'temperature': 1.0, **changes})
@@ -487,10 +487,7 @@ def test_weights_are_held_only_while_evaluating(engine):
     asyncio.run(asked.evaluate(3))
     assert set(seen) == {3}
     # The loop's own thread lets go of them.
-    end = time.monotonic() + 10
-    while loop._weights is not None and time.monotonic() < end:
-      time.sleep(0.001)
-    assert loop._weights is None
+    wait_until(lambda: loop._weights is None)
 
 
 def test_spans_stay_out_of_the_lanes_of_training(engine):
@@ -513,7 +510,7 @@ def test_training_loop_on_the_same_engine_is_left_alone(engine):
       loop.set_weights(1, jax.block_until_ready(tiny.params(1)), lambda v: None)
       loop.submit(request, answers.put)
       result = asyncio.run(asked.evaluate(0)) if asked else None
-      answer = answers.get(timeout=60)
+      answer = answers.get(timeout=WAIT_S)
     loop.stop()
     assert set(answer.versions.tolist()) == {1}
     return answer.ids.tolist(), result
@@ -562,9 +559,10 @@ def test_evaluation_that_stands_still_says_whose_answer_is_missing(engine):
     return RewardResult(RewardStatus.OK, 1.0)
 
   with Asked(engine, 1) as asked:
+    asyncio.run(asked.evaluate(samples=1))  # compiles all that it needs
     asked.score = score
     with pytest.raises(TimeoutError, match='9 of 10 .* eval/7 sample 0$'):
-      asyncio.run(asked.evaluate(samples=1, wait_s=0.2))
+      asyncio.run(asked.evaluate(samples=1, wait_s=4.0))
 
 
 def test_no_problem_is_refused(engine):

@@ -30,6 +30,7 @@ from areal_jax.tokenizer.sentencepiece_tokenizer import (
     train_sentencepiece,
 )
 from tests import tiny
+from tests.limits import WAIT_S
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 ENGINE = EngineSettings(
@@ -63,7 +64,7 @@ class Server:
     """Token ids and text of an answer, in the pieces that they came in."""
     request = jetstream_pb2.DecodeRequest(max_tokens=max_tokens, **content)
     ids, text = [], ''
-    for response in self.stub.Decode(request, timeout=60):
+    for response in self.stub.Decode(request, timeout=WAIT_S):
       (sample,) = response.stream_content.samples
       ids.extend(sample.token_ids)
       text += sample.text
@@ -222,6 +223,6 @@ def test_mistakes_of_a_client_leave_the_server_alone(server, answers):
 def test_sigterm_ends_it_with_exit_code_0_and_nothing_more_is_said(server):
   """The last test of the file: the server is gone afterwards."""
   server.process.send_signal(signal.SIGTERM)
-  out, _ = server.process.communicate(timeout=30)
+  out, _ = server.process.communicate(timeout=WAIT_S)
   assert server.process.returncode == 0
   assert out == ''  # the orchestrator would tell each token
