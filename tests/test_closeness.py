@@ -1,4 +1,4 @@
-"""Sums are compared by the size of what is summed, and faults are still seen."""
+"""Sums are compared by the size of what is summed; faults are still seen."""
 
 import numpy as np
 import pytest
