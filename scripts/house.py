@@ -96,6 +96,22 @@ DISTRIBUTIONS = {
     'yaml': 'PyYAML',
     'google': 'protobuf',
 }
+# What a test must not call: it would say how fast a machine is.
+CLOCKS = (
+    'time.monotonic',
+    'time.perf_counter',
+    'time.process_time',
+    'time.time',
+)
+# The limit of every wait; the seconds that a slow test prints; intervals of a
+# load that is measured.
+CLOCK_FILES = (
+    'tests/limits.py',
+    'tests/test_notebooks.py',
+    'tests/benchmarks/test_runs.py',
+)
+# Seconds, the least limit of a wait. Shorter ones end on a busy machine.
+LEAST_LIMIT_S = 300
 # Split, so that this file does not mention them.
 OUTSIDE_PATHS = ('..' + '/shared', '/work' + '/')
 
@@ -128,6 +144,7 @@ def faults(root: pathlib.Path) -> list[str]:
           *pin_faults(root),
           *text_faults(root),
           *flag_faults(root),
+          *clock_faults(root),
           *version_faults(root),
       }
   )
@@ -266,6 +283,32 @@ def flag_faults(root: pathlib.Path) -> Iterator[str]:
           if re.search(r'flags\.DEFINE_', ast.unparse(node)):
             file = path.relative_to(root)
             yield f'{file}:{node.lineno}: defines a flag when imported'
+
+
+def clock_faults(root: pathlib.Path) -> Iterator[str]:
+  """Tests that a slow machine can fail: they read a clock or have short limits.
+
+  A test waits for a condition (`tests/limits.py`) or shows an order of events.
+  """
+  for path in sources(root, 'tests'):
+    file = str(path.relative_to(root))
+    for node in ast.walk(parse(path.read_text())):
+      if not isinstance(node, ast.Call):
+        continue
+      called = ast.unparse(node.func)
+      at = f'{file}:{node.lineno}: {called}'
+      if called in CLOCKS and file not in CLOCK_FILES:
+        yield f'{at} reads a clock: wait for a condition'
+      if called == 'pytest.mark.timeout':
+        limits = node.args
+      elif called.startswith('asyncio.'):  # mostly under virtual time
+        limits = []
+      else:
+        limits = [k.value for k in node.keywords if k.arg == 'timeout']
+      for limit in limits:
+        seconds = limit.value if isinstance(limit, ast.Constant) else None
+        if isinstance(seconds, (int, float)) and seconds < LEAST_LIMIT_S:
+          yield f'{at} has a limit of {seconds} s: WAIT_S is long enough'
 
 
 def sources(root: pathlib.Path, folder: str) -> list[pathlib.Path]:

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-# About 80 roundings of float32; the most seen on four kinds of processors is 20.
+# About 80 roundings of float32; the most seen on four kinds of processors is
+# some 20.
 RELATIVE = 1e-5
 
 

@@ -26,6 +26,7 @@ from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.hf import save_hf
 from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
+from tests.limits import WAIT_S
 from tests.small_experiment import change, experiment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -1068,7 +1069,7 @@ def command(folder: pathlib.Path, *arguments: str, **environment: str):
       env={**inherited, 'PYTHONPATH': str(ROOT), **environment},
       capture_output=True,
       text=True,
-      timeout=120,
+      timeout=WAIT_S,
   )
 
 

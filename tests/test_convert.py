@@ -21,6 +21,7 @@ from areal_jax.tokenizer.files import open_tokenizer
 from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
 from areal_jax.train import pretrained
 from tests import tiny
+from tests.limits import WAIT_S
 from tests.models import test_gguf
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -103,7 +104,7 @@ def test_stories_become_the_published_folder(data_dir, tmp_path, dtype):
       [sys.executable, '-m', 'areal_jax.convert',
        f'--from={stories}/stories260K.bin', f'--to={target}',
        f'--tokenizer={stories}/tok512.model', f'--dtype={dtype}'],
-      cwd=ROOT, capture_output=True, text=True, check=True, timeout=120,
+      cwd=ROOT, capture_output=True, text=True, check=True, timeout=WAIT_S,
   )  # fmt: skip
   assert done.stdout == f'{target}: 5 layers of width 64, 512 ids\n'
   assert done.stderr == ''
@@ -204,7 +205,7 @@ def test_weights_that_are_wrong_leave_nothing(refused, run, tmp_path):
 def test_a_command_line_that_is_wrong_is_one_line(arguments, words):
   done = subprocess.run(
       [sys.executable, '-m', 'areal_jax.convert', *arguments],
-      cwd=ROOT, capture_output=True, text=True, timeout=60,
+      cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S,
   )  # fmt: skip
   assert done.returncode == 2
   assert done.stdout == '' and done.stderr.count('\n') == 1, done.stderr

@@ -13,6 +13,7 @@ from areal_jax.rollout.evaluation import EvaluationSettings
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
 from tests.conftest import ROOT
+from tests.limits import WAIT_S
 from tests.test_session import experiment
 
 SAMPLED = dict(
@@ -40,7 +41,7 @@ def test_run_is_evaluated_from_its_folder_alone(run):
       cwd=ROOT,
       capture_output=True,
       text=True,
-      timeout=120,
+      timeout=WAIT_S,
   )
   assert done.returncode == 0, done.stderr
   header, row, last = done.stdout.splitlines()

@@ -36,6 +36,7 @@ from areal_jax.tokenizer.sentencepiece_tokenizer import (
     SentencePieceTokenizer,
     train_sentencepiece,
 )
+from tests.limits import WAIT_S
 from tests.small_experiment import experiment
 
 TOTALS = 'areal_jax.data.running_totals:texts'
@@ -80,7 +81,7 @@ def test_preparing_starts_no_device():
       cwd=ROOT,
       capture_output=True,
       text=True,
-      timeout=120,
+      timeout=WAIT_S,
   )
   assert child.returncode == 0, child.stderr
 

@@ -23,6 +23,7 @@ from scripts.house import (
     REQUIREMENTS,
     ROOT,
     build_faults,
+    clock_faults,
     expected_rules,
     faults,
     flag_faults,
@@ -35,6 +36,7 @@ from scripts.house import (
     version_faults,
     weight_faults,
 )
+from tests.limits import WAIT_S
 
 
 def _copy(folder: pathlib.Path) -> pathlib.Path:
@@ -64,6 +66,7 @@ def _append(path: pathlib.Path, text: str) -> None:
         pin_faults,
         text_faults,
         flag_faults,
+        clock_faults,
         version_faults,
     ],
     ids=lambda check: check.__name__,
@@ -78,7 +81,7 @@ def test_lint_finds_nothing():
       cwd=ROOT,
       capture_output=True,
       text=True,
-      timeout=60,
+      timeout=WAIT_S,
   )
   assert lint.returncode == 0, lint.stdout
 
@@ -138,7 +141,7 @@ def test_module_loads_no_accelerator_library(module):
       cwd=ROOT,
       capture_output=True,
       text=True,
-      timeout=60,
+      timeout=WAIT_S,
   )
   assert child.returncode == 0, child.stderr
   assert child.stdout.split() == []
@@ -241,6 +244,16 @@ PLANTED = {
         'benchmarks/numerics.py',
         "\n_SEED = flags.DEFINE_integer('seed', 0, 'Seed.')\n",
         'defines a flag when imported',
+    ),
+    'a_test_that_times': (
+        'tests/test_buffer.py',
+        '\ndef test_fast():\n  assert time.monotonic() < 5\n',
+        'time.monotonic reads a clock: wait for a condition',
+    ),
+    'a_test_with_a_short_limit': (
+        'tests/test_buffer.py',
+        '\nsubprocess.run([], timeout=60)\n',
+        'subprocess.run has a limit of 60 s: WAIT_S is long enough',
     ),
     'another_version': (
         'areal_jax/__init__.py',

@@ -32,7 +32,6 @@ def experiment(data_dir, folder, **changes):
   return settings
 
 
-@pytest.mark.timeout(300)
 def test_stories_learn_to_speak_and_rate_zero_does_not(data_dir, tmp_path):
   learnt = session.run(experiment(data_dir, tmp_path)).summary
   still = session.run(experiment(data_dir, tmp_path, learning_rate=0.0)).summary

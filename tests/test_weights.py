@@ -13,6 +13,7 @@ from areal_jax.models.config import LoraSettings
 from areal_jax.telemetry.events import EventLog
 from areal_jax.weights import Publisher, Target
 from tests import tiny
+from tests.limits import WAIT_S
 
 
 def target(name, mesh, got):
@@ -94,7 +95,7 @@ def test_nobody_waits_for_a_replica_that_is_dead():
     handle.wait(0.0)
   dies = threading.Timer(0.1, lambda: alive.update({'engine/2': False}))
   dies.start()
-  handle.wait(60)
+  handle.wait(WAIT_S)
   dies.join()
 
 

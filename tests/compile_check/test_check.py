@@ -17,10 +17,10 @@ from areal_jax.compile_check.check import check
 from areal_jax.compile_check.chips import has_libtpu, parse_topology
 from areal_jax.compile_check.hlo import Cost
 from areal_jax.compile_check.programs import (
-    Memory,
-    Program,
-    Task,
-    compile_program,
+  Memory,
+  Program,
+  Task,
+  compile_program,
 )
 from areal_jax.compile_check.sides import RolloutSide, TrainSide
 from areal_jax.config import ConfigError
@@ -31,6 +31,7 @@ from areal_jax.models import moe
 from areal_jax.train.step import TrainStep
 from tests.compile_check.failing import no_such_program
 from tests.conftest import ROOT
+from tests.limits import WAIT_S
 from tests.small_experiment import experiment
 
 MESH = dict(mesh__train__fsdp=2, mesh__rollout__replicas=2)
@@ -259,7 +260,7 @@ def test_a_path_with_a_published_name_needs_no_files(tmp_path):
 
 
 def run_door(
-    *arguments: str, timeout: float = 170
+    *arguments: str, timeout: float = WAIT_S
 ) -> subprocess.CompletedProcess:
   """The command line, without the pretended devices of the tests."""
   environment = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}

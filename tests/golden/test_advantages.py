@@ -13,9 +13,9 @@ from areal_jax.losses.advantages import (
     LengthPenalty,
     Normalization,
 )
+from tests.closeness import assert_close
 from tests.golden import cases
 
-_CLOSE = dict(rtol=1e-5, atol=1e-6)
 _NOTHING = Normalization()
 
 # Functions of the peers that ours have not, and why.
@@ -118,7 +118,7 @@ def test_normalisation_is_that_of_areal(case):
     result = np.stack(
         advantages.normalize_tokens(x, group_ids, mask, _normalization(args))
     )
-  np.testing.assert_allclose(result, case.outputs['y'], **_CLOSE)
+  assert_close(result, case.outputs['y'], size=0.1)
 
 
 @cases.matching(
@@ -131,7 +131,7 @@ def test_where_normalisation_differs_it_is_right(case):
   if args['group_size'] > 1:
     assert (args['mean_level'], args['std_level']) == ('group', 'group')
     right = _by_hand(x, args['group_size'], args['eps'])
-  np.testing.assert_allclose(result, right, **_CLOSE)
+  assert_close(result, right, size=0.1)
 
 
 # AReaL's whole way from rewards to advantages.
@@ -220,8 +220,8 @@ def _kl_rewards(case, settings):
       [m[:n] for m, n in zip(inputs['loss_mask'], _lengths(case))],
   )
   sampled = outputs['loss_mask'] > 0
-  np.testing.assert_allclose(
-      _padded(case, rewards)[sampled], outputs['kl_rewards'][sampled], **_CLOSE
+  assert_close(
+      _padded(case, rewards)[sampled], outputs['kl_rewards'][sampled], size=0.1
   )
   return rewards
 
@@ -265,16 +265,14 @@ def test_advantages_are_those_of_areal(case):
       token_rewards=_kl_rewards(case, settings),
   )
   compared = (outputs['loss_mask'] > 0) & rows[:, None]
-  np.testing.assert_allclose(
+  assert_close(
       _padded(case, result.returns)[compared],
       outputs['returns'][compared],
-      **_CLOSE,
+      size=0.1,
   )
   for index in np.flatnonzero(~rows):
     right = _returns_by_hand(case, settings, masks, index)
-    np.testing.assert_allclose(
-        result.returns[index][masks[index] > 0], right, **_CLOSE
-    )
+    assert_close(result.returns[index][masks[index] > 0], right, size=0.1)
   if args['adv_norm'] is not None and not rows.all():
     # A row that differs moves every other one: from AReaL's own returns on.
     raw = outputs['returns'] - inputs.get('values', 0)
@@ -285,9 +283,7 @@ def test_advantages_are_those_of_areal(case):
     ours = np.stack(advantage)
   else:
     ours = _padded(case, result.advantages)
-  np.testing.assert_allclose(
-      ours[compared], outputs['advantages'][compared], **_CLOSE
-  )
+  assert_close(ours[compared], outputs['advantages'][compared], size=0.1)
 
 
 # verl
@@ -318,7 +314,7 @@ def _compare_groups(case, sequences):
       _singletons(case.inputs['index']),
       case.outputs['advantages'],
   )
-  np.testing.assert_allclose(result[~alone], expected[~alone], **_CLOSE)
+  assert_close(result[~alone], expected[~alone], size=0.1)
   np.testing.assert_array_equal(result[alone], 0)
 
 
@@ -376,9 +372,7 @@ def test_gae_is_that_of_verl(case):
       (result.returns, 'returns'),
       (result.advantages, 'advantages'),
   ):
-    np.testing.assert_allclose(
-        np.stack(ours)[mask], outputs[name][mask], **_CLOSE
-    )
+    assert_close(np.stack(ours)[mask], outputs[name][mask], size=0.1)
   _, returns = advantages.gae(
       inputs['token_level_rewards'],
       inputs['values'],
@@ -387,9 +381,7 @@ def test_gae_is_that_of_verl(case):
       gamma=args['gamma'],
       lam=args['lam'],
   )
-  np.testing.assert_allclose(
-      np.asarray(returns)[mask], outputs['returns'][mask], **_CLOSE
-  )
+  assert_close(np.asarray(returns)[mask], outputs['returns'][mask], size=0.1)
 
 
 @cases.matching(
@@ -400,8 +392,8 @@ def test_reinforce_plus_plus_is_gae_without_values(case):
       sequences=_NOTHING, gamma=case.args['config']['gamma'], tokens=_WHITENED
   )
   result = _rewards_of_tokens(case, settings)
-  np.testing.assert_allclose(
-      np.stack(result.advantages), case.outputs['advantages'], **_CLOSE
+  assert_close(
+      np.stack(result.advantages), case.outputs['advantages'], size=0.1
   )
 
 
@@ -429,9 +421,7 @@ def test_reinforce_plus_plus_baseline_is_group_mean_then_tokens(case):
     result = advantages.normalize_tokens(
         centred[:, None] * mask, index, mask, _WHITENED
     )
-  np.testing.assert_allclose(
-      np.stack(result), case.outputs['advantages'], **_CLOSE
-  )
+  assert_close(np.stack(result), case.outputs['advantages'], size=0.1)
 
 
 @cases.matching('verl/misc.npz', 'masked_whiten')
@@ -445,9 +435,7 @@ def test_normalisation_of_tokens_is_whitening_in_verl(case):
   if not case.args['shift_mean']:
     result = result + values[mask > 0].mean()
   counts = mask > 0
-  np.testing.assert_allclose(
-      result[counts], case.outputs['y'][counts], **_CLOSE
-  )
+  assert_close(result[counts], case.outputs['y'][counts], size=0.1)
 
 
 @cases.matching('verl/misc.npz', 'compute_rewards')
@@ -461,6 +449,4 @@ def test_kl_in_the_reward_is_that_of_verl(case):
       inputs['ref_log_prob'],
       np.ones(scores.shape),
   )
-  np.testing.assert_allclose(
-      scores + np.stack(penalty), case.outputs['rewards'], **_CLOSE
-  )
+  assert_close(scores + np.stack(penalty), case.outputs['rewards'], size=0.1)

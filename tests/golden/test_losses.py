@@ -17,6 +17,7 @@ import numpy as np
 from areal_jax.losses import aggregation, kl, logprobs, policy, value
 from areal_jax.losses.policy import PolicyLoss, WeightRule
 from areal_jax.losses.value import ValueLoss
+from tests.closeness import assert_close
 from tests.golden import cases
 
 _CLOSE = dict(rtol=1e-5, atol=1e-6)
@@ -675,15 +676,15 @@ def test_log_probs_with_temperature_are_those_of_areal(case):
       case.inputs['labels'][None],
       case.args['temperature'],
   )
-  np.testing.assert_allclose(logps[0], case.outputs['logprobs'], **_CLOSE)
-  np.testing.assert_allclose(entropy[0], case.outputs['entropy'], **_CLOSE)
+  assert_close(logps[0], case.outputs['logprobs'])
+  assert_close(entropy[0], case.outputs['entropy'])
 
 
 @cases.matching('verl/misc.npz', 'logprobs_from_logits_naive')
 def test_log_probs_are_those_of_verl(case):
   logps, entropy = _predicted(case.inputs['logits'], case.inputs['labels'], 1.0)
-  np.testing.assert_allclose(logps, case.outputs['logprobs'], **_CLOSE)
-  np.testing.assert_allclose(entropy, case.outputs['entropy'], **_CLOSE)
+  assert_close(logps, case.outputs['logprobs'])
+  assert_close(entropy, case.outputs['entropy'])
 
 
 def _is_of_the_optimizer(case) -> bool:

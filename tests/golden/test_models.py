@@ -19,6 +19,7 @@ from safetensors import numpy as st
 from areal_jax.models import transformer
 from areal_jax.models.config import FAMILIES, config_from_hf
 from areal_jax.models.hf import load_hf, save_hf
+from tests.closeness import assert_close
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = 8  # as long as the windows of these models, or a part of them
@@ -277,9 +278,8 @@ def test_gradient_passes_through_the_table_as_weights_do(folder, tmp_path):
     got = st.load_file(tmp_path / name / 'model.safetensors')
     assert set(got) == set(wanted)
     for tensor, ours in got.items():
-      np.testing.assert_allclose(
-          ours, wanted[tensor], rtol=1e-3, atol=1e-5, err_msg=f'{name} {tensor}'
-      )
+      at = f'{name} {tensor}'
+      assert_close({at: ours}, {at: wanted[tensor]}, relative=1e-4)
 
 
 @folders()
@@ -310,7 +310,7 @@ def test_greedy_tokens_of_a_prompt_that_came_in_pieces(folder):
     start += size
   real = np.arange(prompts.shape[1]) < lengths[:, None]
   for got, wanted in zip(pieces, model.whole):
-    np.testing.assert_allclose(got[:, real], wanted[:, real], atol=1e-4)
+    assert_close(got[:, real], wanted[:, real])
   tokens, logps, _ = greedy(model, *pieces)
   assert_published_tokens(model, tokens, logps)
 
@@ -364,9 +364,7 @@ def test_stories_are_decoded_to_the_published_tokens(stories, stories_logits):
         atol=LOGPS,
     )
     # The engine's walk and the trainer's agree closer than with others.
-    np.testing.assert_allclose(
-        logits[row, :count], stories_logits[row, length - 1 : -1], atol=5e-5
-    )
+    assert_close(logits[row, :count], stories_logits[row, length - 1 : -1])
 
 
 def test_stories_have_the_published_logits(stories, stories_logits):
@@ -374,7 +372,7 @@ def test_stories_have_the_published_logits(stories, stories_logits):
   for row, case in enumerate(cases):
     wanted = golden[f'logits_{row}']
     got = stories_logits[row, : len(wanted)]
-    np.testing.assert_allclose(got, wanted, atol=1e-4)
+    assert_close(got, wanted)
     for position, value in case['logsumexp'].items():
       summed = jax.nn.logsumexp(stories_logits[row, int(position)])
       assert float(summed) == pytest.approx(value, abs=1e-4)

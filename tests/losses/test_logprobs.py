@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.losses import logprobs, supervised
+from tests.closeness import assert_close
 
 # Compiled once a shape, where eager operations would be compiled one by one.
 token_logps = jax.jit(logprobs.token_logps)
@@ -243,8 +244,7 @@ def test_chunks_have_the_value_and_gradient_of_all_logits(
       hidden['matrix'], hidden['states'], hidden['mask'], **rest
   )
   found = _by_chunk_of(hidden, chunk, pieces)
-  for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(found)):
-    np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-5)  # the loss is -203
+  assert_close(found, plain, relative=2e-6)  # the loss is -203
   logps = np.asarray(found[0][1][0])
   np.testing.assert_array_equal(logps != 0, hidden['mask'] > 0)
 

@@ -8,6 +8,7 @@ import pytest
 from areal_jax import config
 from areal_jax.losses import logprobs, policy
 from areal_jax.losses.policy import PolicyLoss, WeightRule
+from tests.closeness import assert_close
 
 
 def _loss(settings=PolicyLoss(), **arrays):
@@ -651,13 +652,7 @@ def _in_parts(parts):
 
 
 def _assert_equal(result, whole):
-  jax.tree.map(
-      lambda one, other: np.testing.assert_allclose(
-          one, other, rtol=1e-5, atol=1e-6
-      ),
-      result,
-      whole,
-  )
+  assert_close(result, whole, size=0.1)
 
 
 @pytest.fixture(scope='module')

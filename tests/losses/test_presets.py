@@ -11,6 +11,7 @@ import pytest
 from areal_jax import config
 from areal_jax.losses import advantages, aggregation, policy, presets
 from areal_jax.losses.presets import PRESETS
+from tests.closeness import assert_close
 
 _NAMES = sorted(PRESETS)
 _LONGEST = 10
@@ -185,13 +186,7 @@ def _finite(stats):
 
 
 def _assert_close(result, whole):
-  jax.tree.map(
-      lambda one, other: np.testing.assert_allclose(
-          one, other, rtol=1e-5, atol=1e-6
-      ),
-      result,
-      whole,
-  )
+  assert_close(result, whole, size=0.1)
 
 
 @pytest.mark.parametrize('name', _NAMES)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from areal_jax.mesh import host
+from tests.limits import WAIT_S
 
 CODE = """
 import resource
@@ -55,7 +56,7 @@ def faults(keep: bool, code: str = CODE) -> int:
       env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
       capture_output=True,
       text=True,
-      timeout=60,
+      timeout=WAIT_S,
   )
   assert child.returncode == 0, child.stderr
   return int(child.stdout)
@@ -129,6 +130,6 @@ def test_programs_of_a_run_are_compiled_with_less_effort_unless_asked(
       env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': asked},
       capture_output=True,
       text=True,
-      timeout=60,
+      timeout=WAIT_S,
   )
   assert (child.returncode, child.stdout.strip()) == (0, expected), child.stderr

@@ -7,6 +7,7 @@ import sys
 import jax
 
 from areal_jax.mesh import program_cache
+from tests.limits import WAIT_S
 
 CODE = """
 import sys, time
@@ -36,7 +37,7 @@ def run(home) -> list[str]:
       env=mine | {'JAX_PLATFORMS': 'cpu', 'XDG_CACHE_HOME': str(home)},
       capture_output=True,
       text=True,
-      timeout=120,
+      timeout=WAIT_S,
   )
   assert child.returncode == 0, child.stderr
   return child.stdout.splitlines()

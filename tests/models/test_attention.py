@@ -11,6 +11,7 @@ import pytest
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import attention, blockwise, paged_attention, visibility
 from tests import tiny
+from tests.closeness import assert_close
 
 # Compiles in half the time; what it runs here is small.
 QUICK = {'xla_backend_optimization_level': 0}
@@ -47,7 +48,7 @@ def test_each_form_equals_a_loop_over_queries(form, kv_heads):
   q, k, v, mask = _inputs(kv_heads=kv_heads)
   got = np.asarray(jax.jit(form)(q, k, v, mask))
   sees = mask.any(-1)
-  np.testing.assert_allclose(got[sees], _plain(q, k, v, mask)[sees], atol=1e-6)
+  assert_close(got[sees], _plain(q, k, v, mask)[sees])
   assert np.isfinite(got).all()
 
 
@@ -59,7 +60,7 @@ def test_a_cap_bounds_the_scores_of_each_form(form):
   got = np.asarray(jax.jit(form, static_argnums=4)(q, k, v, mask, 1.5))
   sees = mask.any(-1)
   wanted = _plain(q, k, v, mask, 1.5)
-  np.testing.assert_allclose(got[sees], wanted[sees], atol=1e-6)
+  assert_close(got[sees], wanted[sees])
   assert np.abs(wanted - _plain(q, k, v, mask)).max() > 1e-2
 
 
@@ -75,7 +76,7 @@ def test_both_forms_have_one_gradient_and_it_is_finite():
   ]
   for one, other in zip(*gradients):
     assert np.isfinite(one).all()
-    np.testing.assert_allclose(one, other, atol=1e-6)
+    assert_close(one, other)
 
 
 def test_a_sight_sees_its_segment_up_to_its_place_and_within_its_window():
@@ -137,7 +138,7 @@ def test_long_forms_equal_the_plain_one_in_value_and_gradient(form, more):
   wanted = _value_and_gradient('grouped', inputs[3], *inputs[:3], **more)
   for one, other in zip(got, wanted):
     assert np.isfinite(one).all()
-    np.testing.assert_allclose(one, other, atol=2e-5)
+    assert_close(one, other)
 
 
 @pytest.mark.parametrize('form', ['blockwise', 'splash'])
@@ -162,7 +163,7 @@ def test_a_window_that_the_layer_decides_is_that_of_the_layer(form):
     )
     got = np.asarray(run(slides))
     real = inputs[3] != 0
-    np.testing.assert_allclose(got[real], wanted[real], atol=1e-5)
+    assert_close(got[real], wanted[real])
 
 
 MESHES = [
@@ -187,7 +188,7 @@ def test_attention_on_several_devices_equals_that_on_one(form, shape, rules):
   got = _value_and_gradient(form, segments, *inputs, window=20, **where)
   wanted = _value_and_gradient('grouped', segments, *inputs, window=20)
   for one, other in zip(got, wanted):
-    np.testing.assert_allclose(one, other, atol=2e-5)
+    assert_close(one, other)
 
 
 @pytest.mark.parametrize('form, tokens', [('blockwise', 300), ('splash', 256)])
@@ -277,7 +278,7 @@ def _assert_slots_see(got, q, keys, values, table, seen, cap=np.inf):
   for slot, pages in enumerate(table):
     k, v = (x[pages].reshape(1, -1, *x.shape[2:]) for x in (keys, values))
     wanted = _plain(q[slot][None, None], k, v, seen[slot][None, None], cap)
-    np.testing.assert_allclose(got[slot], wanted[0, 0], atol=2e-6)
+    assert_close(got[slot], wanted[0, 0])
 
 
 @pytest.mark.parametrize('form', FORMS)
@@ -325,7 +326,7 @@ def test_kernels_over_pages_walk_slots_of_unlike_lengths(form):
   program = jax.jit(functools.partial(_paged, form))
   got = program(q, keys, values, 1, table, positions)
   wanted = paged_attention.attend_gathered(q, keys, values, 1, table, positions)
-  np.testing.assert_allclose(got, wanted, atol=2e-6)
+  assert_close(got, wanted)
 
 
 @pytest.mark.parametrize('window', [None, 300, np.int32(300)], ids=repr)
@@ -351,7 +352,7 @@ def test_long_sequences_are_read_in_blocks_on_a_cpu(window, monkeypatch):
       q, keys, values, 1, table, positions, **more
   )
   for got in whole, blocks:
-    np.testing.assert_allclose(got, wanted, atol=2e-6)
+    assert_close(got, wanted)
   # A known window is less than two blocks as it is.
   assert less < (much if isinstance(window, int) else much / 3)
   # A block left out is seen.
@@ -370,7 +371,7 @@ def test_kernels_over_pages_run_where_heads_are_cut(form):
   program = jax.jit(functools.partial(_paged, form, **where))
   got = program(q, keys, values, 0, table, positions)
   wanted = paged_attention.attend_gathered(q, keys, values, 0, table, positions)
-  np.testing.assert_allclose(got, wanted, atol=2e-6)
+  assert_close(got, wanted)
 
 
 def test_a_known_window_reads_its_own_pages_alone():

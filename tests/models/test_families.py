@@ -15,6 +15,7 @@ from areal_jax.models import config as config_lib
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.hf import load_hf, save_hf
+from tests.closeness import assert_close
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / 'docs/models.md'
 GEMMA = {
@@ -77,7 +78,7 @@ def test_a_family_of_a_few_lines_is_read_run_and_written(families, tmp_path):
       functools.partial(transformer.forward, config)
   )(params, ids, jnp.arange(10)[None], jnp.ones_like(ids))
   got, wanted = run(config, params), run(llama, twin)
-  np.testing.assert_allclose(got, wanted, atol=1e-5)
+  assert_close(got, wanted)
   assert np.abs(got).max() > 0.5
 
 

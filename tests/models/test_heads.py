@@ -13,6 +13,7 @@ from areal_jax.config import ConfigError, resolve
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads, hf, transformer
 from tests import tiny
+from tests.closeness import assert_close
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]], np.int32)
 POSITIONS = np.array([[0, 1, 2, 0, 1, 0], [*range(6)]], np.int32)
@@ -53,9 +54,7 @@ def test_values_are_the_products_with_the_states(policy, critic):
       program(transformer.hidden)(policy, IDS, POSITIONS, SEGMENTS)
   )
   wanted = states @ np.asarray(critic['value_head'])[:, 0] + 0.25
-  np.testing.assert_allclose(
-      run(heads.values, critic), np.where(SEGMENTS, wanted, 0), atol=1e-6
-  )
+  assert_close(run(heads.values, critic), np.where(SEGMENTS, wanted, 0))
 
 
 def test_a_sequence_is_scored_at_its_last_token_alone(policy, reward_model):
@@ -65,7 +64,7 @@ def test_a_sequence_is_scored_at_its_last_token_alone(policy, reward_model):
   wanted = (
       np.asarray(states)[0, 4] @ np.asarray(reward_model['reward_head'])[:, 0]
   )
-  np.testing.assert_allclose(said[0, 4], wanted, atol=1e-6)
+  assert_close(said[0, 4], wanted)
 
 
 def test_last_tokens_end_sequences_rows_and_what_padding_follows():
@@ -80,7 +79,7 @@ def test_a_packed_sequence_has_the_values_that_it_has_alone(critic):
   alone = jax.jit(functools.partial(heads.values, CONFIG))(
       critic, IDS[:1, 3:5], POSITIONS[:1, 3:5], np.ones((1, 2), np.int32)
   )
-  np.testing.assert_allclose(packed[0, 3:5], alone[0], atol=1e-6)
+  assert_close(packed[0, 3:5], alone[0])
 
 
 def test_the_trunk_learns_with_the_head(critic):
@@ -125,9 +124,7 @@ def test_a_critic_on_2_x_2_devices_equals_one_device(critic):
   placed = jax.device_put(
       critic, heads.param_shardings(CONFIG, 'value', mesh, Rules())
   )
-  np.testing.assert_allclose(
-      run(heads.values, placed, mesh), run(heads.values, critic), atol=1e-5
-  )
+  assert_close(run(heads.values, placed, mesh), run(heads.values, critic))
 
 
 @pytest.mark.parametrize('kind', ['value', 'reward'])

@@ -18,6 +18,7 @@ from areal_jax.models import hf, transformer
 from areal_jax.models.config import FAMILIES, ModelConfig
 from areal_jax.models.hf import check_hf, load_hf, load_matching, save_hf
 from tests import files, tiny
+from tests.limits import WAIT_S
 
 
 def make_config(**changes):
@@ -231,7 +232,7 @@ def memory(tmp_path_factory):
       cwd=pathlib.Path(__file__).resolve().parents[2],
       # Memory that is let go of goes back to the machine at once.
       env={**os.environ, 'MALLOC_MMAP_THRESHOLD_': '65536'},
-      stdout=subprocess.PIPE, text=True, check=True, timeout=120,
+      stdout=subprocess.PIPE, text=True, check=True, timeout=WAIT_S,
   )  # fmt: skip
   return json.loads(done.stdout)
 

@@ -13,6 +13,7 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads, lora, transformer
 from areal_jax.models.config import PROJECTIONS, LoraSettings, MoeSettings
 from tests import tiny
+from tests.closeness import assert_close
 
 SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 2, 0], [1] * 8], np.int32)
 POSITIONS = np.array([[0, 1, 2, 3, 4, 0, 1, 0], [*range(8)]], np.int32)
@@ -107,7 +108,7 @@ def test_a_policy_begins_as_its_base(initial):
 
 def test_merged_policy_has_the_same_logits(params, initial, wanted):
   got = logits(CONFIG, params)
-  np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=0)
+  assert_close(got, wanted)
   # The adapters say something: without them the logits are others.
   assert np.abs(got - logits(CONFIG, initial)).max() > 0.05
 
@@ -120,9 +121,7 @@ def test_merging_under_jit_on_a_mesh_equals_merging_on_the_host(params):
   )
   got = lora.merging(CONFIG, '', shardings)(placed)
   _, host = lora.merged(CONFIG, jax.device_get(params))
-  jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, host
-  )
+  assert_close(got, host)
   assert jax.tree.map(lambda x: x.sharding, got) == shardings
 
 
@@ -145,9 +144,7 @@ def test_merging_changes_nothing_in_any_family():
   )
   params = noise(config)
   got = logits(config, params)
-  np.testing.assert_allclose(
-      got, logits(*lora.merged(config, params)), atol=1e-5, rtol=0
-  )
+  assert_close(got, logits(*lora.merged(config, params)))
   _, stays = transformer.partition(config, params)
   assert np.abs(got - logits(lora.without(config), stays)).max() > 0.01
 
@@ -181,7 +178,7 @@ def test_decode_through_adapters_equals_forward(params, wanted):
         params, IDS[:1, at], np.array([at], np.int32), keys, values,
         np.array([[0, 1]], np.int32), np.array([True]),
     )  # fmt: skip
-    np.testing.assert_allclose(out[0], wanted[0, at], atol=1e-5)
+    assert_close(out[0], wanted[0, at])
 
 
 @pytest.mark.parametrize('shape', [(2, 2), (1, 4)])
@@ -189,7 +186,7 @@ def test_adapters_on_four_devices_equal_one_device(params, wanted, shape):
   mesh = tiny.mesh(*shape)
   shardings = transformer.param_shardings(CONFIG, mesh, Rules())
   got = logits(CONFIG, jax.device_put(params, shardings), mesh)
-  np.testing.assert_allclose(got, wanted, atol=1e-5)
+  assert_close(got, wanted)
   query = shardings['blocks']['adapters']['query']
   if shape == (2, 2):
     assert query['a'].spec[1] == ('fsdp', 'expert')
@@ -232,9 +229,7 @@ def test_scanned_and_recomputed_layers_have_the_same_gradient(params):
   other = gradient(
       tiny.config(lora=EVERY, qkv_bias=True, layer_loop='scan', remat='full')
   )
-  jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), plain, other
-  )
+  assert_close(plain, other)
 
 
 def test_new_adapters_on_a_base_are_those_of_initial_parameters(initial):

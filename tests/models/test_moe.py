@@ -15,6 +15,7 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.models import hf, kernels, moe, transformer
 from areal_jax.models.config import MoeSettings
 from tests import tiny
+from tests.closeness import assert_close
 
 M, D, E, F, K = 24, 8, 4, 6, 2
 
@@ -89,7 +90,7 @@ def test_a_layer_equals_a_loop_over_tokens_and_choices(
 ):
   wanted, _ = _by_loop(layer, renormalise)
   got = _layer_out(layer, form=form, renormalise=renormalise)
-  np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+  assert_close(got, wanted)
 
 
 @FORMS
@@ -99,7 +100,7 @@ def test_experts_that_nobody_chose_and_one_that_all_chose_are_right(
   given = np.tile(np.array([2, 0]), (M, 1))
   wanted, _ = _by_loop(layer, True, given)
   got = _layer_out(layer, form=form, given=given)
-  np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+  assert_close(got, wanted)
 
 
 @FORMS
@@ -114,7 +115,7 @@ def test_choices_of_other_devices_add_nothing(layer, form):
     h = layer['h'][t]
     inner = _silu(h @ layer['gate'][e]) * (h @ layer['up'][e])
     wanted[t] = 0.5 * inner @ layer['down'][e]
-  np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+  assert_close(got, wanted)
 
 
 def _gradient(layer, **how):
@@ -133,9 +134,7 @@ def test_both_forms_have_the_same_gradients(layer):
   )
   for name, wanted in every.items():
     assert np.abs(wanted).max() > 0.1, name
-    np.testing.assert_allclose(
-        sorted_[name], wanted, rtol=1e-4, atol=1e-4, err_msg=name
-    )
+    assert_close(sorted_[name], wanted)
 
 
 # As a TPU has it, its kernel interpreted.
@@ -153,16 +152,14 @@ def test_the_kernel_of_the_gradient_sums_outer_products_by_group():
   )
   ends = np.cumsum(sizes)
   wanted = [x[e - n : e].T @ y[e - n : e] for e, n in zip(ends, sizes)]
-  np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+  assert_close(got, wanted)
 
 
 def test_gradients_by_groups_are_those_of_every_expert(layer):
   every = _gradient(layer, form=moe.mix_every)
   grouped = _gradient(layer, form=AS_ON_TPU)
   for name, wanted in every.items():
-    np.testing.assert_allclose(
-        grouped[name], wanted, rtol=1e-4, atol=1e-4, err_msg=name
-    )
+    assert_close(grouped[name], wanted)
 
 
 MESHES = pytest.mark.parametrize(
@@ -205,12 +202,10 @@ def test_experts_over_several_devices_equal_one_device(
   where = dict(platform=platform, mesh=mesh, rules=rules)
   got = jax.jit(functools.partial(_layer_out, **where))(placed)
   wanted = _layer_out(layer, form=form)
-  np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+  assert_close(got, wanted)
   ours = _gradient(placed, **where)
   for name, theirs in _gradient(layer, form=form).items():
-    np.testing.assert_allclose(
-        ours[name], theirs, rtol=1e-4, atol=1e-4, err_msg=name
-    )
+    assert_close(ours[name], theirs)
 
 
 def test_given_choices_are_used_with_this_routers_weights(layer):
@@ -308,7 +303,7 @@ def test_parts_of_a_batch_add_up_to_the_balance_of_the_whole(layer):
   for cuts in ((12,), (5, 9, 20)):
     got = both(layer['router'], cuts)
     for ours, theirs in zip(got, wanted):
-      np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+      assert_close(ours, theirs)
   assert np.abs(wanted[1]).max() > 1e-3
 
 
@@ -404,7 +399,7 @@ def test_a_layer_with_one_expert_is_a_plain_mlp():
   assert shapes == jax.tree.map(jnp.shape, wanted)
   logits, routing = run('mixed', mixed_params)
   wanted, nothing = run('dense', dense_params)
-  np.testing.assert_allclose(logits, wanted, atol=1e-5)
+  assert_close(logits, wanted)
   assert nothing is None
   assert routing.experts.shape == (2, ROWS * TOKENS, 1)
 
@@ -421,7 +416,7 @@ def test_scanned_layers_route_as_unrolled_ones_do():
   for given in (None, (choices(routing) + 1) % 4):
     logits, routing = run('sparse', policy_params(), given)
     ours, theirs = run('scanned', policy_params(), given)
-    np.testing.assert_allclose(ours, logits, atol=1e-5)
+    assert_close(ours, logits)
     np.testing.assert_array_equal(theirs.experts, routing.experts)
 
 
@@ -493,12 +488,7 @@ def test_a_policy_over_several_devices_equals_one_device():
   )
   np.testing.assert_allclose(value, wanted, rtol=1e-5)
   np.testing.assert_array_equal(ours, counts)
-  for (path, a), b in zip(
-      jax.tree.leaves_with_path(moved), jax.tree.leaves(gradient), strict=True
-  ):
-    np.testing.assert_allclose(
-        a, b, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path)
-    )
+  assert_close(moved, gradient)
 
 
 def test_experts_lie_on_the_devices_of_their_axis():

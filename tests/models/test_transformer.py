@@ -22,6 +22,7 @@ from areal_jax.models.config import (
     RopeScaling,
 )
 from tests import tiny
+from tests.closeness import assert_close
 
 PAGE = 4
 PROMPT = 2  # tokens that are prefilled before decoding
@@ -268,20 +269,12 @@ def initial():
   return transformer.init_params(INITIAL, 0, None, None)
 
 
-def assert_trees_close(got, wanted, atol):
-  jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol),
-      got,
-      wanted,
-  )
-
-
 def test_packed_sequences_have_the_logits_that_each_has_alone(
     config, params, logits
 ):
   for row, start, stop in ((0, 0, 5), (0, 5, 11), (1, 0, 12)):
     alone = plain_logits(config, params, IDS[row, start:stop])
-    np.testing.assert_allclose(logits[row, start:stop], alone, atol=1e-5)
+    assert_close(logits[row, start:stop], alone)
 
 
 def test_all_settings_of_the_families_together_equal_the_plain_version(
@@ -290,7 +283,7 @@ def test_all_settings_of_the_families_together_equal_the_plain_version(
   config = make_mixed()
   for row, start, stop in ((0, 0, 5), (0, 5, 11), (1, 0, 12)):
     alone = plain_logits(config, mixed_params, IDS[row, start:stop])
-    np.testing.assert_allclose(mixed[0][row, start:stop], alone, atol=1e-5)
+    assert_close(mixed[0][row, start:stop], alone)
 
 
 @pytest.mark.parametrize(
@@ -319,8 +312,8 @@ def test_each_of_those_settings_left_out_would_be_seen(
 
 def test_scanned_layers_that_differ_equal_unrolled_ones(mixed, mixed_params):
   logits, gradient = run(make_mixed(layer_loop='scan'), mixed_params)
-  np.testing.assert_allclose(logits, mixed[0], atol=5e-6)
-  assert_trees_close(gradient, mixed[1], 1e-5)
+  assert_close(logits, mixed[0])
+  assert_close(gradient, mixed[1])
 
 
 # A window that needs fewer pages than a slot has, and one that needs all.
@@ -333,9 +326,9 @@ def test_decode_of_layers_that_differ_equals_forward(
   config = make_mixed(layer_loop=loop, sliding_window=window)
   ((got, _, _),) = run_decode(config, mixed_params, PERMUTED)
   wanted = plain_logits(config, mixed_params, IDS[1])
-  np.testing.assert_allclose(got[0], wanted[PROMPT:], atol=1e-5)
+  assert_close(got[0], wanted[PROMPT:])
   wanted = plain_logits(config, mixed_params, IDS[0, :5])
-  np.testing.assert_allclose(got[1, :3], wanted[PROMPT:], atol=1e-5)
+  assert_close(got[1, :3], wanted[PROMPT:])
 
 
 @pytest.mark.parametrize('faulty', [False, True])
@@ -401,7 +394,7 @@ def test_layers_of_one_kind_are_traced_once(monkeypatch, changes, kinds):
 def test_layers_apart_give_the_same_logits(config, params, decoded):
   got = run_decode(config, params, PERMUTED, apart=True)[0]
   for one, wanted in zip(got, decoded[0]):
-    np.testing.assert_allclose(one, wanted, atol=1e-6)
+    assert_close(one, wanted)
 
 
 # What `prefill` returns is a cache with one page a row.
@@ -433,7 +426,7 @@ def test_a_prompt_in_pieces_has_the_cache_that_it_has_whole(loop, mixed_params):
     for row, start, length in zip(range(2), first, rest):
       wanted = whole[:, row, : start + length]
       got = np.concatenate([begun[:, row, :start], ended[:, row, :length]], 1)
-      np.testing.assert_allclose(got, wanted, atol=1e-5)
+      assert_close(got, wanted)
 
 
 def test_a_piece_sees_what_stands_before_it(mixed_params):
@@ -463,8 +456,8 @@ def test_padding_is_finite_in_value_and_gradient(logits, gradient):
 
 def test_decode_through_permuted_pages_equals_forward(decoded, logits):
   got, _, _ = decoded[0]
-  np.testing.assert_allclose(got[0], logits[1, PROMPT:], atol=5e-6)
-  np.testing.assert_allclose(got[1, :3], logits[0, PROMPT:5], atol=5e-6)
+  assert_close(got[0], logits[1, PROMPT:])
+  assert_close(got[1, :3], logits[0, PROMPT:5])
 
 
 def test_logits_do_not_depend_on_which_pages_a_slot_has(decoded):
@@ -475,7 +468,7 @@ def test_logits_do_not_depend_on_which_pages_a_slot_has(decoded):
 def test_fewer_columns_of_the_page_table_give_the_same_logits(decoded):
   (wide, _, _), _, (narrow, _, _) = decoded
   assert narrow.shape[1] == 2 * PAGE - PROMPT
-  np.testing.assert_allclose(narrow[0], wide[0, : narrow.shape[1]], atol=5e-6)
+  assert_close(narrow[0], wide[0, : narrow.shape[1]])
 
 
 def test_a_slot_that_may_not_write_leaves_the_cache_as_it_was(decoded):
@@ -539,16 +532,16 @@ def test_decode_in_a_kernel_equals_decode_in_plain_form(form):
     return logits
 
   got, wanted = (jax.jit(lambda c=c: run(c))() for c in (chosen, config))
-  np.testing.assert_allclose(got, wanted, atol=2e-5)
+  assert_close(got, wanted)
 
 
 def test_scanned_layers_equal_unrolled_ones(params, logits, gradient, decoded):
   scan = make_config(layer_loop='scan')
   got_logits, got_gradient = run(scan, params)
-  np.testing.assert_allclose(got_logits, logits, atol=5e-6)
-  assert_trees_close(got_gradient, gradient, 1e-6)
+  assert_close(got_logits, logits)
+  assert_close(got_gradient, gradient)
   for got, wanted in zip(run_decode(scan, params, PERMUTED)[0], decoded[0]):
-    np.testing.assert_allclose(got, wanted, atol=5e-6)
+    assert_close(got, wanted)
 
 
 @pytest.mark.parametrize(
@@ -564,7 +557,7 @@ def test_recomputed_layers_have_the_same_gradient(
     params, gradient, loop, remat
 ):
   config = make_config(remat=remat, layer_loop=loop)
-  assert_trees_close(run(config, params)[1], gradient, 1e-6)
+  assert_close(run(config, params)[1], gradient)
 
 
 def test_less_of_a_layer_is_kept_where_it_is_computed_again():
@@ -626,8 +619,8 @@ def test_a_policy_on_2_x_2_devices_equals_one_device(params, logits, gradient):
       (2, 16, 2, 8)
   )
   got_logits, got_gradient = run(config, placed, mesh)
-  np.testing.assert_allclose(got_logits[..., :37], logits, atol=1e-5)
-  assert_trees_close(got_gradient['blocks'], gradient['blocks'], 1e-5)
+  assert_close(got_logits[..., :37], logits)
+  assert_close(got_gradient['blocks'], gradient['blocks'])
 
 
 def test_two_kv_heads_serve_four_devices(params, logits):
@@ -643,9 +636,9 @@ def test_two_kv_heads_serve_four_devices(params, logits):
   assert shardings['blocks']['key'].spec[2] is None
   assert shardings['blocks']['query'].spec[2] == 'tensor'
   got, _ = run(wide, placed, mesh)
-  np.testing.assert_allclose(got[..., :37], logits, atol=1e-5)
+  assert_close(got[..., :37], logits)
   ((got, _, _),) = run_decode(wide, placed, PERMUTED, mesh=mesh)
-  np.testing.assert_allclose(got[0, :, :37], logits[1, PROMPT:], atol=1e-5)
+  assert_close(got[0, :, :37], logits[1, PROMPT:])
 
 
 @pytest.mark.parametrize('shape', [(2, 2), (1, 4)])
@@ -659,10 +652,10 @@ def test_layers_that_differ_on_several_devices_equal_one_device(
       transformer.forward, config, mesh=mesh, rules=Rules()
   )
   logits = quick_jit(program)(placed, IDS, POSITIONS, SEGMENTS)
-  np.testing.assert_allclose(logits, mixed[0], atol=1e-5)
+  assert_close(logits, mixed[0])
   if shape == (1, 4):
     ((got, _, _),) = run_decode(config, placed, PERMUTED, mesh=mesh)
-    np.testing.assert_allclose(got[0], mixed[0][1, PROMPT:], atol=1e-5)
+    assert_close(got[0], mixed[0][1, PROMPT:])
 
 
 def test_padded_ids_have_no_probability_and_no_gradient(params, logits):
@@ -675,7 +668,7 @@ def test_padded_ids_have_no_probability_and_no_gradient(params, logits):
       unembedding=pad(params['unembedding'], (0, 3), 1),
   )
   got, gradient = run(config, padded)
-  np.testing.assert_allclose(got[..., :37], logits, atol=5e-6)
+  assert_close(got[..., :37], logits)
   assert np.isfinite(got).all() and (got[..., 37:] < -1e29).all()
   np.testing.assert_allclose(
       np.exp(got).sum(-1), np.exp(logits).sum(-1), rtol=1e-5
@@ -694,7 +687,7 @@ def test_tied_embeddings_read_the_embedding_both_ways(params):
   wanted = plain_logits(
       config, dict(tied, unembedding=tied['embedding'].T), ids[0]
   )
-  np.testing.assert_allclose(got[0], wanted, atol=1e-5)
+  assert_close(got[0], wanted)
 
 
 def test_bfloat16_walks_give_float32_logits_close_to_float32(params, logits):
@@ -856,8 +849,8 @@ def test_scaled_frequencies_are_those_of_transformers(
   assert scaling.amplitude == pytest.approx(amplitude, rel=1e-12)
   cos, sin = transformer.rope(config, jnp.arange(50))
   angles = np.arange(50)[:, None] * got
-  np.testing.assert_allclose(cos[:, 0], amplitude * np.cos(angles), atol=1e-5)
-  np.testing.assert_allclose(sin[:, 0], amplitude * np.sin(angles), atol=1e-5)
+  assert_close(cos[:, 0], amplitude * np.cos(angles))
+  assert_close(sin[:, 0], amplitude * np.sin(angles))
 
 
 # By the same source, for sequences of so many tokens.
@@ -877,8 +870,8 @@ def test_dynamic_scaling_encodes_a_token_as_the_last_of_its_sequence(
   config = make_config(rope_scaling=scaling)
   cos, sin = transformer.rope(config, jnp.array([0, length - 1]))
   angles = (length - 1) * np.array(wanted)
-  np.testing.assert_allclose(cos[1, 0], np.cos(angles), atol=2e-5)
-  np.testing.assert_allclose(sin[1, 0], np.sin(angles), atol=2e-5)
+  assert_close(cos[1, 0], np.cos(angles))
+  assert_close(sin[1, 0], np.sin(angles))
 
 
 def test_decode_agrees_with_forward_as_a_dynamic_base_grows(params):
@@ -887,7 +880,7 @@ def test_decode_agrees_with_forward_as_a_dynamic_base_grows(params):
   program = quick_jit(functools.partial(transformer.forward, config))
   logits = np.asarray(program(params, IDS, POSITIONS, SEGMENTS))
   ((got, _, _),) = run_decode(config, params, PERMUTED)
-  np.testing.assert_allclose(got[0], logits[1, PROMPT:], atol=5e-6)
+  assert_close(got[0], logits[1, PROMPT:])
   plain = plain_logits(make_config(), params, IDS[1])
-  np.testing.assert_allclose(logits[1, :6], plain[:6], atol=1e-5)
+  assert_close(logits[1, :6], plain[:6])
   assert np.abs(logits[1, 6:] - plain[6:]).max() > 1e-3

@@ -21,6 +21,7 @@ from areal_jax.rollout.engine import Engine, EngineSettings, Pieces
 from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.telemetry.compilations import CompilationCounter
 from tests import tiny
+from tests.closeness import assert_close
 from tests.plain_sampling import plain_logps
 
 SETTINGS = dict(
@@ -266,7 +267,7 @@ def test_rebuilt_cache_equals_a_cold_prefill_under_the_new_weights(engine):
                       temperature=0.0)  # fmt: skip
   cold_ids, cold_logps = answer(engine, tiny.params(1), cold)
   assert rest == cold_ids
-  np.testing.assert_allclose(logps, cold_logps, atol=1e-5)
+  assert_close(logps, cold_logps)
 
 
 def test_windows_hold_in_prefill_decode_and_rebuild():
@@ -312,9 +313,7 @@ def test_rebuild_leaves_other_slots_alone(engine):
   after = np.asarray(state.keys)
   tables = engine.own_tables()
   np.testing.assert_array_equal(after[:, tables[1]], keys[:, tables[1]])
-  np.testing.assert_allclose(
-      after[:, tables[2, 0], :6], keys[:, tables[2, 0], :6], atol=1e-5
-  )
+  assert_close(after[:, tables[2, 0], :6], keys[:, tables[2, 0], :6])
 
 
 @pytest.mark.parametrize('tensor', [2, 4])
@@ -326,7 +325,7 @@ def test_engine_on_a_tensor_mesh_says_the_same(engine, tensor):
   ids, logps = answer(other, tiny.params(on=mesh), request)
   expected, expected_logps = answer(engine, tiny.params(), request)
   assert ids == expected
-  np.testing.assert_allclose(logps, expected_logps, atol=1e-5)
+  assert_close(logps, expected_logps)
 
 
 # Data shards.
@@ -358,7 +357,7 @@ def test_data_shards_say_what_one_device_says(engine, sharded):
   got = finish(other, weights, state)
   assert got[0] == wanted[0]
   for one, plain in zip(got[1], wanted[1]):
-    np.testing.assert_allclose(one, plain, atol=1e-5)
+    assert_close(one, plain)
 
 
 def test_each_shard_ends_by_itself(sharded):
@@ -751,7 +750,7 @@ def test_request_that_uses_nothing_is_the_same_in_an_engine_built_for_all(
   request = tiny.request(new=20, draw=7)
   plain, featured = (answer(e, weights, request) for e in (engine, featured))
   assert plain[0] == featured[0]
-  np.testing.assert_allclose(plain[1], featured[1], atol=1e-5)
+  assert_close(plain[1], featured[1])
 
 
 def test_penalties_go_on_over_a_rebuild_and_in_another_slot(featured):
@@ -763,7 +762,7 @@ def test_penalties_go_on_over_a_rebuild_and_in_another_slot(featured):
   state = featured.rebuild(weights, state, [1])
   rest, rest_logps, _ = finish(featured, weights, state)
   assert np.asarray(result.tokens)[1].tolist() + rest[1] == ids
-  np.testing.assert_allclose(rest_logps[1], logps[8:], atol=1e-5)
+  assert_close(rest_logps[1], logps[8:])
 
 
 def test_prompt_logps_are_those_of_the_trainer(featured):
@@ -833,7 +832,7 @@ def test_prefix_of_jetstream_gives_the_same_answer(engine):
   ids, logps, _ = finish(engine, weights, state)
   wanted_ids, wanted_logps = answer(engine, weights, request)
   assert ids[0] == ids[2] == wanted_ids
-  np.testing.assert_allclose(logps[2], wanted_logps, atol=1e-5)
+  assert_close(logps[2], wanted_logps)
 
 
 # Experts.
@@ -906,7 +905,7 @@ def test_engine_with_experts_over_an_axis_says_the_same(sparse, axis):
   ids, logps, fed = recorded(other, placed, request, 3)
   wanted_ids, wanted_logps, wanted_fed = recorded(engine, weights, request, 1)
   assert ids == wanted_ids
-  np.testing.assert_allclose(logps, wanted_logps, atol=1e-5)
+  assert_close(logps, wanted_logps)
   np.testing.assert_array_equal(fed, wanted_fed)
 
 

@@ -16,10 +16,10 @@ from areal_jax.rollout import loop as loop_lib
 from areal_jax.rollout.client import EngineClient, echoed, generate_samples
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.loop import (
-    EngineLoop,
-    EngineStopped,
-    Ticket,
-    require_living,
+  EngineLoop,
+  EngineStopped,
+  Ticket,
+  require_living,
 )
 from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.rollout.workflow import answer_of
@@ -28,6 +28,7 @@ from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.programs import Programs
 from areal_jax.types import StopReason
 from tests import tiny
+from tests.closeness import assert_close
 from tests.limits import WAIT_S, wait_until
 from tests.plain_sampling import plain_logps
 
@@ -396,7 +397,7 @@ def test_prefix_does_not_survive_a_weight_update(engine):
     running.submit(again)
     cold = running.wait(1)['again']
   assert warm.ids.tolist() == cold.ids.tolist()
-  np.testing.assert_allclose(warm.logps, cold.logps, atol=1e-5)
+  assert_close(warm.logps, cold.logps)
   assert set(warm.versions.tolist()) == {1}
 
 
@@ -767,7 +768,7 @@ def ask(engine, requests, **how):
 def same_answers(got, wanted):
   for name, completion in wanted.items():
     assert got[name].ids.tolist() == completion.ids.tolist(), name
-    np.testing.assert_allclose(got[name].logps, completion.logps, atol=1e-5)
+    assert_close(got[name].logps, completion.logps)
     assert got[name].versions.tolist() == completion.versions.tolist()
     assert got[name].stop_reason is completion.stop_reason
 
@@ -865,7 +866,7 @@ def test_penalties_and_seeds_survive_preemption(featured, undisturbed):
       one, other = getattr(got[name], told), getattr(wanted, told)
       assert (one is None) == (other is None), (name, told)
       if one is not None:
-        np.testing.assert_allclose(one, other, atol=1e-5)
+        assert_close(one, other)
   # Planted fault: without what came before, other tokens would be said.
   penalised = next(
       r

@@ -24,6 +24,7 @@ from areal_jax.train.step import (
     supervised_objective,
 )
 from areal_jax.types import Microbatch
+from tests.closeness import assert_close
 
 CONFIG = ModelConfig(
     vocab_size=12,
@@ -130,13 +131,19 @@ def held(state):
   return jax.device_get((state.policy.trainable, state.policy.optimizer))
 
 
-def assert_same(one, other, **tolerance):
+def assert_same(one, other):
   assert jax.tree.structure(one) == jax.tree.structure(other)
   for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
-    if tolerance:
-      np.testing.assert_allclose(a, b, **tolerance)
-    else:
-      np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(a, b)
+
+
+def assert_same_sums(one, other):
+  """Gradients each by its own size; losses and statistics are sums over tokens
+  of which each counts about 1 / 16, and may cancel."""
+  assert one.keys() == other.keys()
+  assert_close(one['gradient'], other['gradient'])
+  rest = lambda total: {k: v for k, v in total.items() if k != 'gradient'}
+  assert_close(rest(one), rest(other), size=0.1)
 
 
 @pytest.fixture(scope='module')
@@ -178,7 +185,7 @@ def test_gradient_does_not_depend_on_the_cut(step, mesh, others, whole):
         cut = np.array_split(np.arange(4), parts)
         microbatches = [lay([answers()[i] for i in part]) for part in cut]
         total = jax.device_get(total_of(one_step, state, microbatches, 16.0))
-        assert_same(total, whole, rtol=1e-5, atol=1e-6)
+        assert_same_sums(total, whole)
 
 
 def test_gradient_does_not_depend_on_how_many_logits_there_are(mesh, whole):
@@ -187,7 +194,7 @@ def test_gradient_does_not_depend_on_how_many_logits_there_are(mesh, whole):
   state = fresh_state(few, mesh)
   for lay in (one_row_each, all_in_one_row):
     total = jax.device_get(total_of(few, state, [lay(answers())]))
-    assert_same(total, whole, rtol=1e-5, atol=1e-6)
+    assert_same_sums(total, whole)
 
 
 def test_denominator_of_each_part_would_be_wrong(step, mesh, whole):
@@ -228,9 +235,7 @@ def test_masked_answer_leaves_loss_and_denominator(step, mesh):
   together = total_of(step, state, [one_row_each([kept, cut])])
   alone = total_of(step, state, [one_row_each([kept])])
   assert together['stats']['tokens_sum'] == 5
-  assert_same(
-      jax.device_get(together), jax.device_get(alone), rtol=1e-5, atol=1e-7
-  )
+  assert_same_sums(jax.device_get(together), jax.device_get(alone))
 
 
 def test_batch_without_any_loss_token_moves_nothing(step, mesh):
@@ -328,7 +333,7 @@ def test_reused_proximal_equals_recomputed(step, mesh, recompute, whole):
   batch = recompute.place(one_row_each(answers()), 16.0, 0)
   logps = recompute.score(state, batch)
   total = jax.device_get(recompute.accumulate(state, [batch], [logps]))
-  assert_same(total, whole, rtol=1e-5, atol=1e-6)
+  assert_same_sums(total, whole)
   # And it is used: another centre changes the ratio.
   shifted = jax.device_put(np.asarray(logps) - 0.1, logps.sharding)
   total = recompute.accumulate(state, [batch], [shifted])
@@ -412,7 +417,7 @@ def test_shapes_mix_in_one_minibatch(mesh, whole):
     for row, sequence in enumerate(chosen):
       _write(cut.arrays(), sequence, row, 0, 1)
   total = jax.device_get(total_of(step, state, [first, second], 16.0))
-  assert_same(total, whole, rtol=1e-5, atol=1e-6)
+  assert_same_sums(total, whole)
   with pytest.raises(ValueError, match=r'rows=1, row_tokens=16.*wanted one of'):
     step.place(packing.empty(Shape(1, 16)), 16.0, 0)
 
@@ -640,7 +645,7 @@ def test_balance_is_over_the_minibatch_whatever_the_cut(sparse, sparse_whole):
         cut = np.array_split(np.arange(4), parts)
         microbatches = [lay([answers()[i] for i in part]) for part in cut]
         total = jax.device_get(total_of(step, state, microbatches, 16.0))
-        assert_same(total, sparse_whole, rtol=2e-5, atol=2e-6)
+        assert_same_sums(total, sparse_whole)
 
 
 def test_balance_of_each_part_would_be_wrong(sparse, sparse_whole):
@@ -725,6 +730,6 @@ def test_replayed_choices_are_those_of_the_microbatch(mesh, sparse):
   )
   own = np.swapaxes(np.asarray(routing.experts), 0, 1).reshape(shape)
   own = own.astype(np.int16)
-  np.testing.assert_allclose(logps(own), free, atol=1e-5)
+  assert_close(logps(own), free)
   late = np.roll(own, 1, axis=1)  # planted fault: one token late
   assert np.abs(logps(late) - free).max() > 1e-2
