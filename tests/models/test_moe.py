@@ -152,7 +152,7 @@ def test_the_kernel_of_the_gradient_sums_outer_products_by_group():
   )
   ends = np.cumsum(sizes)
   wanted = [x[e - n : e].T @ y[e - n : e] for e, n in zip(ends, sizes)]
-  assert_close(got, wanted)
+  assert_close(got, np.stack(wanted))
 
 
 def test_gradients_by_groups_are_those_of_every_expert(layer):
