@@ -98,6 +98,7 @@ def evaluate(asked: Asked) -> Evaluation:
   from areal_jax.experiment import prepare
   from areal_jax.mesh.slices import devices_first, generation_only
   from areal_jax.rollout.evaluation import table_text
+  from areal_jax.telemetry.health import Health
 
   started = time.monotonic()
   experiment = asked.experiment
@@ -127,6 +128,8 @@ def evaluate(asked: Asked) -> Evaluation:
     log.write_bytes(output)
     print(f'the reward prints; all of it is in {log}', file=sys.stderr)
   print(table_text(result))
+  health = Health(lambda line: print(line, file=sys.stderr))
+  health.look(result.version, result.metrics())
   print(f'version {result.version}; see {path}')
   return result
 

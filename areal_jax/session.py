@@ -80,6 +80,7 @@ from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry import plots, run_folder, trace
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.events import EventLog
+from areal_jax.telemetry.health import Health
 from areal_jax.telemetry.metrics import MetricWriter
 from areal_jax.telemetry.profiling import Profiler
 from areal_jax.telemetry.progress import Progress
@@ -335,11 +336,13 @@ class Session:
     self._trained_until = 0.0  # monotonic second at which a step was done
     self._deaths: dict[str, int] = {}  # by engine, as far as they are told
     self._evaluating: int | None = None  # version
+    self._counted: dict[str, int] = {}  # results of scoring, last row's
     self._reward_failed = False  # as far as it was told
     self._printed = False  # by the reward, as far as it was told
     self._stack = contextlib.ExitStack()
     self._compilations = CompilationCounter()
     self._progress = Progress(settings.steps)
+    self._health = Health(self._progress.note)
     self._shuffle = random.Random(settings.seed)
     self._draws = ProblemStream(
         prepared.train, seed=settings.seed, parts=prepared.parts
@@ -764,6 +767,8 @@ class Session:
       trainer.restore(lambda like: checkpoint.restore_state(saved, like, axes))
     self._shuffle.setstate(carried.shuffle)
     self._scorer.counts.update(carried.sums['rewards'])
+    self._counted = dict(self._scorer.counts)
+    self._health.restore(carried.sums.get('health', {}))
 
   def _save(
       self,
@@ -796,6 +801,7 @@ class Session:
             'costs': dataclasses.asdict(cut.costs),
             'rewards': dict(self._scorer.counts),
             'seconds': self._seconds,
+            'health': self._health.state(),
         },
         began_exact=self._carried is not None and self._carried.began_exact,
     )
@@ -1033,6 +1039,7 @@ class Session:
     version, whole = result.version, result.whole
     self._evaluating = None
     self._metrics.write(version, version, result.metrics())
+    self._health.look(version, result.metrics())
     self._keeper.rate(version, result.metrics())
     for row in result.rows():
       self._answers.append(row)
@@ -1118,7 +1125,9 @@ class Session:
   ) -> dict[str, float]:
     """Metrics of the host, at the moment."""
     flow = self._async.call(lambda: dataclasses.replace(controller.ledger))
-    counts = self._scorer.counts
+    counts = dict(self._scorer.counts)
+    scored = {k: n - self._counted.get(k, 0) for k, n in counts.items()}
+    self._counted = counts
     facts = {
         'drawn': flow.drawn,
         'trained': flow.trained,
@@ -1134,6 +1143,9 @@ class Session:
         'reward_errors': counts['error'],
         'reward_timeouts': counts['timeout'],
         'reward_unparseable': counts['unparseable'],
+        'reward_unparseable_fraction': (
+            scored['unparseable'] / max(1, sum(scored.values()))
+        ),
         'retried_members': controller.retried_members,
         **self._engine_deaths,
         'silences': self._watchdog.told,
@@ -1159,6 +1171,7 @@ class Session:
     rows.pop('trained_tokens')
     version = step.version + 1
     self._metrics.write(version, version, rows)
+    self._health.look(version, rows)
     self._write_samples(version, step.groups)
     self._progress.update(
         step=version,
@@ -1256,6 +1269,7 @@ class Session:
         **self._engine_deaths,
         'silences': self._watchdog.told,
         'rewards': dict(self._scorer.counts),
+        'unhealthy': self._health.report(),
         **book.summary(),
         'recompiles_after_warmup': self._compilations.since_warm,
         'recompiled_after_warmup': self._compilations.names_since_warm[:20],
@@ -1274,6 +1288,8 @@ class Session:
     trace.write_trace(folder / run_folder.EVENTS, folder / run_folder.TRACE)
     plots.plot_folder(folder)
     run_folder.write_json(folder / run_folder.SUMMARY, summary)
+    for line in self._health.lines():
+      self._progress.note(line)
     first, last = summary['eval_before'], after.whole.accuracy
     since = '' if first is None else f'{first:.3f} -> '
     seconds = summary['wall_s']

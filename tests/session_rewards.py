@@ -48,3 +48,10 @@ def prints(problem, text):
   print('scores', problem.id)
   print('and more')
   return float(text == problem.answer)
+
+
+def unparseable_in_training(problem, text):
+  """Finds no answer in half of what is trained."""
+  if '/train/' in problem.id and zlib.crc32(text.encode()) % 2:
+    return None
+  return float(text == problem.answer)

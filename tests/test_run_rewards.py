@@ -1,9 +1,12 @@
 """Rewards of users that are wrong, as the door shows them: one clear line."""
 
+import json
+
 import pytest
 
 from areal_jax import run, session
 from areal_jax.telemetry import run_folder
+from areal_jax.telemetry.jsonl import read_jsonl
 from tests.small_experiment import experiment
 
 
@@ -81,6 +84,36 @@ def test_reward_may_fail_its_self_test_where_that_is_asked_for(
   assert 'session_rewards.py", line' in log.read_text()
 
 
+def assert_all_scores_were_equal(lines, folder):
+  """No answer of random weights is right, so there was nothing to learn."""
+  told = [n for n in lines if n.startswith('caution: reward_std ')]
+  assert told[0].startswith('caution: reward_std is 0 in step 1, healthy is')
+  assert told[1].startswith('caution: reward_std was unhealthy in 1 of 1 rows')
+  assert len(told) == 2
+  summary = json.loads((folder / run_folder.SUMMARY).read_text())
+  assert summary['unhealthy']['reward_std']['last'] == 0.0
+
+
+def test_share_of_unparseable_answers_is_measured_and_told(tmp_path, capsys):
+  code, lines = _run(tmp_path, capsys, 'unparseable_in_training', steps=3)
+  assert code == 0
+  folder = tmp_path / 'small'
+  rows = [
+      row
+      for row in read_jsonl(folder / run_folder.METRICS)
+      if 'reward_unparseable_fraction' in row
+  ]
+  assert len(rows) == 3
+  summary = json.loads((folder / run_folder.SUMMARY).read_text())
+  found = summary['unhealthy']['reward_unparseable_fraction']
+  ill = [r['reward_unparseable_fraction'] > 0.1 for r in rows]
+  assert any(ill) and found['unhealthy'] == sum(ill)
+  assert any(
+      line.startswith('caution: reward_unparseable_fraction is ')
+      for line in lines
+  )
+
+
 def test_what_a_reward_prints_is_shown_once_and_kept(tmp_path, capfd):
   code, lines = _run(tmp_path, capfd, 'prints')
   assert code == 0
@@ -90,5 +123,6 @@ def test_what_a_reward_prints_is_shown_once_and_kept(tmp_path, capfd):
   assert lines[at + 2] == '  and more'
   assert sum('and more' in line for line in lines) == 1
   assert sum('the reward prints' in line for line in lines) == 1
+  assert_all_scores_were_equal(lines, log.parent)
   printed = log.read_text()
   assert 'scores totals/eval/' in printed and 'scores totals/train/' in printed

@@ -27,14 +27,24 @@ from areal_jax.telemetry import jsonl, run_folder
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-  """One number that a run reports; None leaves a side of its range open."""
+  """One number that a run reports; None leaves a side of its range open.
+
+  `advice` is what a run says when the number leaves its range (`health.py`);
+  without it the run says nothing.
+  """
 
   name: str
   unit: str
   definition: str
   low: float | None = None
   high: float | None = None
+  advice: str = ''
 
+
+_CUT_OFF = (
+    'answers are cut off at the limit; a larger rollout.max_new_tokens, or see'
+    ' whether a stop id of the tokenizer can end them'
+)
 
 _LEARNING = (
     Metric(
@@ -48,7 +58,10 @@ _LEARNING = (
         'reward',
         'Standard deviation of those scores over the step. Near 0 there is'
         ' nothing left to compare.',
-        0.0,
+        1e-6,
+        advice='all answers have the same score, so there is nothing to learn'
+        ' from; a task of another difficulty, more samples of a problem, or'
+        ' another reward',
     ),
     Metric(
         'eval_accuracy',
@@ -98,6 +111,7 @@ _LEARNING = (
         'Share of evaluated answers that met the limit of new tokens.',
         0.0,
         0.2,
+        _CUT_OFF,
     ),
     Metric(
         'eval_failed',
@@ -289,6 +303,7 @@ _LEARNING = (
         ' reason.',
         0.0,
         0.2,
+        _CUT_OFF,
     ),
     Metric(
         'zero_variance_fraction',
@@ -361,6 +376,8 @@ _OFF_POLICY = (
         'Share of loss tokens whose weight a rule cut.',
         0.0,
         0.1,
+        'importance weights are clamped often, so the gradient is biased; a'
+        ' smaller rollout.eta or learning rate keeps policies closer',
     ),
     Metric(
         'kl_behavior',
@@ -639,6 +656,18 @@ _FLOW = (
         'Answers since the start in which the verifier found nothing that it'
         ' could score.',
         0.0,
+    ),
+    Metric(
+        'reward_unparseable_fraction',
+        'share',
+        'Share of the answers scored for training since the row before in which'
+        ' the verifier found nothing that it could score. They leave training'
+        ' without a score; in evaluation they are wrong.',
+        0.0,
+        0.1,
+        'answers that the verifier cannot read are not trained, so nothing'
+        ' teaches the form that it wants; ask for the form in the prompt, or'
+        ' give 0.0 in place of None',
     ),
     Metric(
         'retried_members',
@@ -939,7 +968,7 @@ def documentation() -> str:
   ]
   for group, members in GROUPS.items():
     rows = [
-        f'| `{m.name}` | {m.unit} | {m.definition} | {_range(m)} |'
+        f'| `{m.name}` | {m.unit} | {m.definition} | {healthy(m)} |'
         for m in members
     ]
     parts.append(f'## {group.capitalize()}')
@@ -952,7 +981,8 @@ def documentation() -> str:
   return '\n\n'.join(parts) + '\n'
 
 
-def _range(metric: Metric) -> str:
+def healthy(metric: Metric) -> str:
+  """The healthy range of a metric in words, such as '0 to 0.2'."""
   low, high = metric.low, metric.high
   if low is None and high is None:
     return 'any'
