@@ -326,13 +326,6 @@ class ModelConfig:
         dense,
         f'numbers of layers, ascending, not all of layers={self.layers}',
     )
-    # Layers of two kinds are two stacks, which no one scan walks.
-    require(
-        not dense or self.layer_loop == 'unroll',
-        f'{at}.layer_loop',
-        self.layer_loop,
-        f"'unroll' with moe.dense_layers={dense}",
-    )
 
   def _validate_rope(self, at: str) -> None:
     # Both formulas divide by a number that would be 0.

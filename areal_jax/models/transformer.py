@@ -14,7 +14,9 @@ hand to it, so that the engine's and the trainer's log-probabilities agree.
 Layers may differ in whether they slide, that is see the last tokens alone, and
 in the base of their rotary embedding. What a layer needs of the two is taken by
 its number: as the program is traced where the loop is unrolled or all layers
-are alike, by a select in a scan over layers that are not.
+are alike, by a select in a scan over layers that are not. Layers with experts
+and layers without are other programs, so a scan goes over blocks of them that
+repeat; see `_runs`.
 
 Left to others: sampling (`rollout/`), losses (`losses/`), files (`hf.py`).
 """
@@ -23,8 +25,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 from flax import nnx
 import jax
@@ -313,7 +316,7 @@ class Transformer(nnx.Module):
     routers = routers or _Routers()
     one_layer, stacked = nnx.split(self.blocks)
 
-    def step(carry, like, layer, weights, given):
+    def step(carry, like, sparse, layer, weights, given):
       x, cache = carry
       if c.remat == 'offload':
         x = checkpoint_name(x, _STREAM)
@@ -330,26 +333,23 @@ class Transformer(nnx.Module):
           attend,
           layout,
           _Routers(given, routers.real),
-          # In a scan all layers are of one kind.
-          sparse=(like or 0) in c.sparse_layers,
+          sparse,
       )
       return (x, cache), (collected, routing)
 
     if c.layer_loop == 'scan':
-      body = lambda carry, inputs: step(carry, None, *inputs)
-      body = _rematerialised(c, body, prevent_cse=False)
-      inputs = jnp.arange(c.layers), stacked, routers.given
-      (x, cache), gathered = jax.lax.scan(body, (x, cache), inputs)
-      return x, cache, *gathered
+      carry, *along = _scanned(c, step, (x, cache), stacked, routers.given)
+      return *carry, *along
     # Layers of one kind are traced and differentiated once, and called again;
     # XLA writes out every call.
-    body = jax.jit(_rematerialised(c, step, static_argnums=1), static_argnums=1)
+    static = dict(static_argnums=(1, 2))
+    body = jax.jit(_rematerialised(c, step, **static), **static)
     carry, rows, routings = (x, cache), [], []
     layers = apart or _layers_of(c, stacked, ids, layout)
     for layer, (like, weights) in enumerate(zip(_first_alike(c), layers)):
       given = _given(c, routers.given, layer)
       carry, (collected, routing) = body(
-          carry, like, np.int32(layer), weights, given
+          carry, like, like in c.sparse_layers, np.int32(layer), weights, given
       )
       rows.append(collected)
       if routing is not None:
@@ -999,6 +999,147 @@ def _rematerialised(
       ),
   }[config.remat]
   return jax.checkpoint(body, policy=policy, **options)
+
+
+class _Run(NamedTuple):
+  """Layers that one scan walks: a block of `size` layers, `times` in a row."""
+
+  first: int
+  size: int
+  times: int
+
+
+@functools.cache
+def _runs(kinds: tuple[bool, ...]) -> tuple[_Run, ...]:
+  """The layers as blocks that repeat, so that as few as can be are compiled.
+
+  A scan compiles the layers of one block, however often it repeats. Example: of
+  the kinds aabaabb, the blocks are aab twice and b once.
+
+  Args:
+    kinds: what tells the program of each layer apart.
+  """
+  count = len(kinds)
+  # From each layer on: layers that are compiled, scans, and the first run.
+  best: list[tuple[int, int, _Run | None]] = [(0, 0, None)] * (count + 1)
+  for first in reversed(range(count)):
+    options = []
+    for size in range(1, count - first + 1):
+      block, times = kinds[first : first + size], 1
+      while True:
+        stop = first + size * times
+        layers, scans, _ = best[stop]
+        options.append((size + layers, scans + 1, _Run(first, size, times)))
+        if kinds[stop : stop + size] != block:
+          break
+        times += 1
+    best[first] = min(options)
+  found, first = [], 0
+  while first < count:
+    run = best[first][2]
+    found.append(run)
+    first += run.size * run.times
+  return tuple(found)
+
+
+def _scanned(
+    config: ModelConfig,
+    step: Callable[..., Any],
+    carry: Any,
+    stacked: nnx.State,
+    given: Array | None,
+) -> tuple[Any, Any, Routing | None]:
+  """Walks all layers by scans over `_runs`.
+
+  Args:
+    config: of the policy.
+    step: one layer, see `Transformer.walk`.
+    carry: what the first layer takes.
+    stacked: the parameters of all layers.
+    given: [L, M, k] choices of the sparse layers; None lets routers choose.
+
+  Returns:
+    What the last layer gives, and along L what was collected and what the
+    routers did, None without any.
+  """
+  c = config
+  sparse = tuple(n in c.sparse_layers for n in range(c.layers))
+  static = dict(static_argnums=(1, 2))
+  # A loop keeps what is computed again apart from what was computed before.
+  looped = _rematerialised(c, step, prevent_cse=False, **static)
+  alone = _rematerialised(c, step, **static)
+  leaves, structure = jax.tree.flatten_with_path(stacked)
+  names = [path[0].key for path, _ in leaves]
+  rows, routings = [], []
+  for run in _runs(sparse):
+    numbers = jnp.arange(run.first, run.first + run.size * run.times)
+    inputs = (
+        numbers.reshape(run.times, run.size),
+        [_of_run(c, name, x, run) for name, (_, x) in zip(names, leaves)],
+        None if given is None else _of_run(c, 'router', given, run),
+    )
+
+    def block(carry, inputs, run=run):
+      numbers, stacks, chosen = inputs
+      body = looped if run.times > 1 else alone
+      of_layers, of_routers = [], []
+      for place in range(run.size):
+        layer = run.first + place
+        weights = structure.unflatten(
+            # What no layer of the run has is not used; its first stands for it.
+            whole[0] if x is None else x[_place_in_run(c, name, run, layer)]
+            for name, (_, whole), x in zip(names, leaves, stacks)
+        )
+        mine = None
+        if chosen is not None and sparse[layer]:
+          mine = chosen[_place_in_run(c, 'router', run, layer)]
+        carry, (collected, routing) = body(
+            carry, None, sparse[layer], numbers[place], weights, mine
+        )
+        of_layers.append(collected)
+        if routing is not None:
+          of_routers.append(routing)
+      routing = _stacked(of_routers) if of_routers else None
+      return carry, (_stacked(of_layers), routing)
+
+    carry, (collected, routing) = jax.lax.scan(block, carry, inputs)
+    rows.append(collected)
+    if routing is not None:
+      routings.append(routing)
+  return carry, _in_a_row(rows), _in_a_row(routings) if routings else None
+
+
+def _of_run(
+    config: ModelConfig, name: str, stack: Array, run: _Run
+) -> Array | None:
+  """The part of a stack that a run reads: [times, layers of a block, ...].
+
+  None of a stack that no layer of the run has a part in.
+  """
+  places = [_place(config, name, layer) for layer in _having(config, name, run)]
+  if not places:
+    return None
+  each = len(places)
+  part = stack[places[0] : places[0] + each * run.times]
+  return part.reshape(run.times, each, *stack.shape[1:])
+
+
+def _place_in_run(config: ModelConfig, name: str, run: _Run, layer: int) -> int:
+  """Where a layer of the first block lies in `_of_run`; 0 if it does not."""
+  having = _having(config, name, run)
+  return having.index(layer) if layer in having else 0
+
+
+def _having(config: ModelConfig, name: str, run: _Run) -> list[int]:
+  """Layers of a run's first block that have a parameter."""
+  block = range(run.first, run.first + run.size)
+  return [layer for layer in config.layers_with(name) if layer in block]
+
+
+def _in_a_row(parts: list[Any]) -> Any:
+  """[times, layers of a block, ...] of one run after another, as [L, ...]."""
+  flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
+  return jax.tree.map(lambda *x: jnp.concatenate(x), *flat)
 
 
 def _layers_of(

@@ -571,8 +571,8 @@ def test_experts_that_cannot_be_are_refused(fields, message):
         (dict(moe=MoeSettings(4, dense_layers=(0, 1))), 'dense_layers is'),
         (dict(moe=MoeSettings(4, dense_layers=(2,))), 'dense_layers is'),
         (
-            dict(moe=MoeSettings(4, dense_layers=(0,)), layer_loop='scan'),
-            "layer_loop is 'scan', wanted 'unroll'",
+            dict(moe=MoeSettings(4, dense_layers=(0, 1)), layer_loop='scan'),
+            'dense_layers is .0, 1., wanted numbers .* not all of layers=2',
         ),
     ],
 )

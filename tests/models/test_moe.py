@@ -404,6 +404,135 @@ def test_a_layer_with_one_expert_is_a_plain_mlp():
   assert routing.experts.shape == (2, ROWS * TOKENS, 1)
 
 
+MIXTURES = {
+    'in the middle': (2,),
+    'at both ends': (0, 3, 4),
+    'every second': (0, 2, 4),
+    'blocks that repeat': (2, 5),
+}
+
+
+def mixed(dense, **changes):
+  """A policy whose layers differ: some dense, some sliding."""
+  moe_settings = MoeSettings(3, 2, 20, dense_layers=dense)
+  config = dataclasses.replace(
+      POLICY,
+      moe=moe_settings,
+      layers=6,
+      sliding_window=4,
+      sliding_layers=(1, 2, 4),
+      **changes,
+  )
+  return resolve(config)
+
+
+@functools.cache
+def mixed_params(dense):
+  params = transformer.init_params(mixed(dense), 0, None, None)
+  blocks = dict(params['blocks'], router=8 * params['blocks']['router'])
+  return {**params, 'blocks': blocks}
+
+
+def logits_and_gradients(config, params):
+  """Of the rows, with what the routers did."""
+
+  def loss(params):
+    logits, routing = transformer.forward_routed(config, params, *rows())
+    real = (rows()[2] != 0)[..., None]
+    return jnp.square(jnp.where(real, logits, 0)).mean(), (logits, routing)
+
+  return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+
+@pytest.mark.parametrize('remat', ['none', 'full'])
+@pytest.mark.parametrize('dense', MIXTURES.values(), ids=MIXTURES)
+def test_scanned_layers_of_two_kinds_equal_unrolled_ones(dense, remat):
+  params = mixed_params(dense)
+  (_, (wanted, routed)), slopes = logits_and_gradients(mixed(dense), params)
+  scan = mixed(dense, layer_loop='scan', remat=remat)
+  (_, (got, routing)), gradient = logits_and_gradients(scan, params)
+  np.testing.assert_allclose(got, wanted, atol=1e-6)
+  jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient, slopes
+  )
+  for sparse in ('router', 'expert_down', 'down', 'query'):
+    assert np.abs(slopes['blocks'][sparse]).max() > 1e-5
+  np.testing.assert_array_equal(routing.experts, routed.experts)
+  np.testing.assert_allclose(routing.mass, routed.mass, rtol=1e-5)
+
+
+@pytest.mark.parametrize('dense', MIXTURES.values(), ids=MIXTURES)
+def test_scanned_layers_of_two_kinds_decode_as_unrolled_ones(dense):
+  params = mixed_params(dense)
+  ids = rows()[0][:, :8]
+  found = {}
+  for loop in ('unroll', 'scan'):
+    config = mixed(dense, layer_loop=loop)
+    keys, values = transformer.prefill(
+        config, params, ids, np.array([8, 8], np.int32)
+    )
+    logits, caches = [], []
+    cache = [
+        x.reshape(6, 2, 8, *x.shape[3:]).astype(np.float32)
+        for x in (keys, values)
+    ]
+    # A page more for each row, behind those of the prompt.
+    cache = [jnp.concatenate([x, jnp.zeros_like(x)], 1) for x in cache]
+    table = np.array([[0, 2], [1, 3]], np.int32)
+    step = jax.jit(functools.partial(transformer.decode, config))
+    for position in (8, 9):
+      out, *cache = step(
+          params,
+          rows()[0][:, position],
+          np.full(2, position, np.int32),
+          *cache,
+          table,
+          np.ones(2, bool),
+      )
+      logits.append(out)
+      caches.append(cache[0])
+    found[loop] = keys, np.stack(logits), np.stack(caches)
+  for got, wanted in zip(found['scan'], found['unroll']):
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+def test_given_choices_reach_their_layers_in_a_scan():
+  dense = MIXTURES['blocks that repeat']
+  params = mixed_params(dense)
+  draw = np.random.default_rng(3)
+  shape = (ROWS, TOKENS, *mixed(dense).routing_shape)
+  given = np.argsort(draw.random((*shape[:-1], 3)))[..., :2].astype(np.int16)
+  routed = {}
+  for loop in ('unroll', 'scan'):
+    logits, routing = transformer.forward_routed(
+        mixed(dense, layer_loop=loop), params, *rows(), given=given
+    )
+    routed[loop] = logits
+    flat = np.swapaxes(given.reshape(-1, *shape[2:]), 0, 1)
+    np.testing.assert_array_equal(routing.experts, flat)
+  np.testing.assert_allclose(routed['scan'], routed['unroll'], atol=1e-5)
+
+
+def test_a_scan_compiles_each_block_once():
+  runs = transformer._runs
+  assert runs((True,) * 48) == ((0, 1, 48),)
+  assert runs((False, *[True] * 47)) == ((0, 1, 1), (1, 1, 47))
+  # aabaabb, of the docstring.
+  a, b = False, True
+  assert runs((a, a, b, a, a, b, b)) == ((0, 3, 2), (6, 1, 1))
+  assert runs((a, b) * 12) == ((0, 2, 12),)
+  # One layer in the middle is a scan of its own between two.
+  middle = (*[b] * 10, a, *[b] * 12)
+  assert runs(middle) == ((0, 1, 10), (10, 1, 1), (11, 1, 12))
+  for kinds in (middle, (a, a, b, a, b, b, a)):
+    walked = [
+        run.first + n
+        for run in runs(kinds)
+        for n in range(run.size * run.times)
+    ]
+    assert walked == [*range(len(kinds))]
+
+
 def test_padding_counts_in_no_sum():
   _, routing = run('sparse', policy_params())
   real = int((rows()[2] != 0).sum())
