@@ -539,7 +539,7 @@ def cautions(settings: Experiment) -> list[str]:
   rollout, loss = settings.rollout, settings.train.loss
   advantages = settings.train.advantages
   penalty = advantages.length_penalty
-  found = []
+  found = _unrated(settings)
   if rollout.exact:
     found.append(
         'config.rollout.exact is True, for equal bits: prompts are prefilled'
@@ -583,6 +583,24 @@ def cautions(settings: Experiment) -> list[str]:
         ' answers that it is highest for are not trained'
     )
   return found
+
+
+def _unrated(settings: Experiment) -> list[str]:
+  """A caution where evaluation rates only some of the checkpoints."""
+  saves, every = settings.checkpoint, settings.evaluation.every
+  if not saves.best_by_evaluation:
+    return []
+  last = settings.steps
+  saved = [s for s in range(1, last + 1) if saves.due(s, last)]
+  rated = [s for s in saved if s == last or every and s % every == 0]
+  if rated == saved:
+    return []
+  return [
+      f'config.checkpoint.keep_best={saves.keep_best!r} can choose among'
+      f' {len(rated)} of {len(saved)} checkpoints, those of versions that are'
+      f' evaluated: checkpoint.every is {saves.every} and evaluation.every'
+      f' {every}'
+  ]
 
 
 def _compares_in_group(advantages: AdvantageSettings) -> bool:

@@ -29,6 +29,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from etils import epath
 import jax
+import numpy as np
 
 from areal_jax import records
 from areal_jax.config import ConfigError, require
@@ -537,6 +538,19 @@ def leave_crash(
     note(f'to train the batch again: --config.replay={folder}')
 
 
+def version_of(groups: Sequence[Group]) -> int:
+  """The version that sampled most tokens of a batch; of equal ones the newest.
+
+  Args:
+    groups: with one sampled token at least.
+  """
+  versions = np.concatenate(
+      [t.versions for group in groups for t in group.trajectories]
+  )
+  found, counts = np.unique(versions[versions >= 0], return_counts=True)
+  return int(found[counts == counts.max()].max())
+
+
 class Keeper:
   """Saves one run as it goes on; what fails is told and does not end it.
 
@@ -548,6 +562,7 @@ class Keeper:
     events: where spans go.
     note: called with what a reader should know.
     start: step of the checkpoint in this folder that the run goes on from.
+    evaluating: version whose evaluation begins again then, if one does.
   """
 
   def __init__(
@@ -560,6 +575,7 @@ class Keeper:
       events: EventLog,
       note: Callable[[str], None],
       start: int | None,
+      evaluating: int | None = None,
   ):
     self._settings = settings
     self._last = last
@@ -569,7 +585,11 @@ class Keeper:
     self._overdue = False
     self._late = 0
     self._checkpointer = Checkpointer(
-        folder, settings, events=events, start=start
+        folder,
+        settings,
+        events=events,
+        start=start,
+        awaited=start is not None and self._awaits(start, evaluating),
     )
 
   def due(self, step: int) -> bool:
@@ -593,7 +613,6 @@ class Keeper:
       step: int,
       state: TrainState,
       carried: Carried,
-      metrics: Mapping[str, float],
   ) -> None:
     """Saves a step; returns once the arrays are copied off the devices.
 
@@ -601,7 +620,6 @@ class Keeper:
       step: training steps done.
       state: may be donated as soon as this returns.
       carried: the rest.
-      metrics: of this step, one of which may say which is the best.
     """
     self.finish()  # so that its failure is not taken for one of this
     self._overdue = False
@@ -611,17 +629,39 @@ class Keeper:
           step,
           state,
           parts(self._fixed, carried, applied),
-          metric=metrics.get(self._settings.keep_best),
+          awaited=self._awaits(step, carried.evaluation['running']),
       )
+
+  def _awaits(self, step: int, evaluating: int | None) -> bool:
+    """Whether a rating of this version is to come.
+
+    The last version is evaluated at the end, and gives no answers to train on.
+    """
+    if self._settings.best_by_evaluation:
+      return step in (evaluating, self._last)
+    return bool(self._settings.keep_best) and step < self._last
 
   def explain(self) -> str:
     """What is being written, for how long; any thread may ask."""
     return self._checkpointer.explain()
 
-  def rate(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Takes in metrics of a version that came after it was saved."""
-    if self._settings.keep_best in metrics:
-      self._checkpointer.rate(step, metrics[self._settings.keep_best])
+  def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
+    """Takes in the evaluation of a version, which may rate its checkpoint."""
+    if self._settings.best_by_evaluation:
+      self._checkpointer.rate(version, metrics.get(self._settings.keep_best))
+
+  def trained(
+      self, groups: Sequence[Group], metrics: Mapping[str, float]
+  ) -> None:
+    """Takes in a step, which may rate the version that gave its answers.
+
+    Args:
+      groups: that it was trained on.
+      metrics: of the step.
+    """
+    name = self._settings.keep_best
+    if name in metrics and not self._settings.best_by_evaluation:
+      self._checkpointer.rate(version_of(groups), metrics[name])
 
   def look(self) -> None:
     """Tells of a checkpoint that could not be written."""
@@ -635,9 +675,11 @@ class Keeper:
 
   def best(self) -> Saved | None:
     """The one whose metric is highest; None if that is not asked for."""
+    best = None
     with self._told():
-      return self._checkpointer.best()
-    return None
+      best = self._checkpointer.best()
+    self.look()
+    return best
 
   def close(self) -> None:
     """Lets the thread end."""

@@ -501,6 +501,7 @@ class Session:
         events=self._events,
         note=self._progress.note,
         start=start.saved.step if in_place else None,
+        evaluating=self._carried.evaluation['running'] if in_place else None,
     )
 
   def _build_evaluations(self) -> Evaluations:
@@ -715,10 +716,10 @@ class Session:
           while trainer.version < self._settings.steps:
             self._signals.check()
             with self._profiler.step(trainer.version + 1):
-              cut, metrics = self._step(trainer, controller, book)
+              cut = self._step(trainer, controller, book)
             self._evaluate_if_due(trainer.version)
             if cut is not None:
-              self._save(trainer, cut, metrics, book)
+              self._save(trainer, cut, book)
             self._keeper.look()
       finally:  # whatever ends the run: no step is left out of its record
         self._settle(trainer, book)
@@ -752,7 +753,7 @@ class Session:
     version = trainer.version
     if version != self._saved:
       cut = self._async.call(cut_at, controller, self._events)
-      self._save(trainer, cut, {}, book)
+      self._save(trainer, cut, book)
     self._watchdog.at(f'waits for the checkpoint of step {version}')
     self._keeper.finish()
     self._progress.note(
@@ -774,7 +775,6 @@ class Session:
       self,
       trainer: Trainer,
       cut: Cut,
-      metrics: dict[str, float],
       book: Book,
   ) -> None:
     """Saves the version that was published last."""
@@ -805,7 +805,7 @@ class Session:
         },
         began_exact=self._carried is not None and self._carried.began_exact,
     )
-    self._keeper.save(trainer.version, trainer.state, carried, metrics)
+    self._keeper.save(trainer.version, trainer.state, carried)
     self._saved = trainer.version
 
   def _export_best(self) -> None:
@@ -851,7 +851,7 @@ class Session:
 
   def _step(
       self, trainer: Trainer, controller: Controller, book: Book
-  ) -> tuple[Cut | None, dict[str, float]]:
+  ) -> Cut | None:
     """Waits for B groups, hands out their training, publishes what comes of it.
 
     The step before is written down while the devices are at it. So is this one
@@ -859,8 +859,7 @@ class Session:
     up to it.
 
     Returns:
-      The cut at that version, if it is to be saved, and what training knows of
-      the step.
+      The cut at that version, if it is to be saved.
     """
     start = time.monotonic()
     version = trainer.version
@@ -905,10 +904,9 @@ class Session:
     handed_out.facts['published_bytes'] = handle.bytes
     if self._settings.train.offload_optimizer:
       handed_out.facts |= trainer.offloaded.metrics()
-    if not due:
-      return None, {}
-    self._settle(trainer, book)
-    return cut, handed_out.values
+    if due:
+      self._settle(trainer, book)
+    return cut
 
   def _hand_out(self, trainer: Trainer, groups: Sequence[Group]) -> HandedOut:
     """Gives the devices a step, which is recorded before."""
@@ -1040,7 +1038,7 @@ class Session:
     self._evaluating = None
     self._metrics.write(version, version, result.metrics())
     self._health.look(version, result.metrics())
-    self._keeper.rate(version, result.metrics())
+    self._keeper.evaluated(version, result.metrics())
     for row in result.rows():
       self._answers.append(row)
     self._answers.flush()
@@ -1172,6 +1170,7 @@ class Session:
     version = step.version + 1
     self._metrics.write(version, version, rows)
     self._health.look(version, rows)
+    self._keeper.trained(step.groups, rows)
     self._write_samples(version, step.groups)
     self._progress.update(
         step=version,

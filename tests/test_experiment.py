@@ -609,3 +609,27 @@ def test_each_meaning_of_eta_zero_has_a_name(tmp_path):
   ahead = resolve(experiment(tmp_path, rollout__eta=0.5, **shared))
   assert not ahead.rollout.synchronous and not ahead.rollout.takes_turns
   assert not ahead.memory_by_phases
+
+
+def test_checkpoints_that_nobody_rates_are_told(tmp_path):
+  def told(metric, saves, evaluates):
+    return cautions(
+        resolve(
+            experiment(
+                tmp_path,
+                steps=30,
+                checkpoint__keep_best=metric,
+                checkpoint__every=saves,
+                evaluation__every=evaluates,
+            )
+        )
+    )
+
+  (line,) = told('eval_accuracy', 4, 10)  # 4, 8, .., 28 and 30: 20 and 30
+  assert 'can choose among 2 of 8 checkpoints' in line
+  assert 'checkpoint.every is 4 and evaluation.every 10' in line
+  (line,) = told('eval_accuracy', 10, 0)
+  assert 'among 1 of 3' in line
+  assert told('eval_accuracy', 10, 5) == []
+  assert told('eval_accuracy', 0, 0) == []  # the last one alone, evaluated
+  assert told('reward_mean', 4, 10) == []

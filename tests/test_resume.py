@@ -5,6 +5,7 @@ checkpoints themselves are tested in tests/train/test_checkpoint.py, the
 controller's part in tests/rollout/test_controller.py.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.train import checkpoint, pretrained
 from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings
+from tests import records
 from tests.limits import WAIT_S, wait_until
 from tests.test_session import assert_same_bits, experiment, policy_of
 
@@ -186,20 +188,43 @@ def test_ledger_balances_over_the_restart(resumed):
 
 
 def test_last_and_best_are_kept_and_the_best_is_exported(resumed):
+  # At η = 0 a step trains on answers of the version that it starts from. Step 2
+  # is what the run went on from, and step 6 gave no answers to train on.
   rewards = {
-      row['step']: row['reward_mean']
+      row['step'] - 1: row['reward_mean']
       for row in read_jsonl(resumed.folder / 'metrics.jsonl')
-      if 'loss' in row and row['step'] in (4, 6)
+      if 'loss' in row and row['step'] in (3, 5)
   }
-  best = max(rewards, key=rewards.get)
+  best = max(rewards, key=lambda step: (rewards[step], step))
   folder = resumed.folder / 'checkpoints'
-  # Step 2 was saved before there was a metric to be best in.
   assert checkpoint.steps(folder) == sorted({best, 6})
   exported = resumed.folder / run_folder.BEST
   assert (exported / 'model.safetensors').is_file()
   _, params = hf.load_hf(exported, None, None)
   same = np.array_equal(params['embedding'], policy_of(resumed)['embedding'])
-  assert same == (best == 6)
+  assert not same
+  for step in {best, *checkpoint.steps(folder)} - {6}:
+    told = json.loads((folder / f'{step:08d}' / 'metric.json').read_text())
+    assert told == {'name': 'reward_mean', 'value': rewards[step]}
+
+
+def test_batch_rates_the_version_of_most_of_its_tokens():
+  def batch(*versions):
+    return [
+        dataclasses.replace(
+            records.group(draw, size=1),
+            trajectories=(
+                records.trajectory(
+                    draw, answer=[9] * len(of_tokens), versions=of_tokens
+                ),
+            ),
+        )
+        for draw, of_tokens in enumerate(versions)
+    ]
+
+  assert resume.version_of(batch([3, 3], [3, 4])) == 3
+  assert resume.version_of(batch([3], [4, 4, 4], [3])) == 4
+  assert resume.version_of(batch([3, 4])) == 4
 
 
 def test_broken_checkpoint_is_named(stopped, tmp_path):

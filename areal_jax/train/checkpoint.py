@@ -74,7 +74,10 @@ class CheckpointSettings:
     keep_last: how many of the newest are kept.
     keep_best: name of a metric that training or evaluation knows, such as
       'eval_accuracy'; the checkpoint in which it is highest is kept too, and
-      exported at the end. Empty for none.
+      exported at the end. Empty for none. A metric of evaluation rates the
+      version that was evaluated, one of training the version that gave most of
+      the answers that it is of. A checkpoint is kept as long as its rating is
+      to come.
     keep_every: those of steps that are multiples of it are kept for good; 0 for
       none.
     folder: where they go, in a folder of the run's name; may be gs://. Empty
@@ -98,6 +101,11 @@ class CheckpointSettings:
         self.keep_best,
         'the name of a metric, which docs/metrics.md lists',
     )
+
+  @property
+  def best_by_evaluation(self) -> bool:
+    """Whether evaluation rates checkpoints, and not training."""
+    return self.keep_best.startswith('eval_')
 
   def due(self, step: int, last: int) -> bool:
     """Whether this step is saved, in a run whose last step is `last`."""
@@ -431,6 +439,7 @@ class Checkpointer:
     events: where spans go.
     start: step of the checkpoint that the run goes on from. Newer ones are of a
       line that ends there, and lose their markers.
+    awaited: whether a rating of that one is to come.
 
   Attributes:
     saved: how many were written whole.
@@ -447,6 +456,7 @@ class Checkpointer:
       *,
       events: EventLog,
       start: int | None = None,
+      awaited: bool = False,
   ):
     self._folder = _absolute(folder)
     self._settings = settings
@@ -469,6 +479,9 @@ class Checkpointer:
         self._whole.append(step)
       else:
         marker.unlink()
+    # Steps whose rating is to come, and ratings of steps that are to be saved.
+    self._awaited: set[int] = {start} if awaited else set()
+    self._early: dict[int, float] = {}
     self._thread = concurrent.futures.ThreadPoolExecutor(
         1, thread_name_prefix='checkpoint'
     )
@@ -481,7 +494,7 @@ class Checkpointer:
       state: TrainState,
       parts: Mapping[str, Part],
       *,
-      metric: float | None = None,
+      awaited: bool = False,
   ) -> None:
     """Saves a state; returns once its arrays are copied off the devices.
 
@@ -491,7 +504,8 @@ class Checkpointer:
       step: training steps done.
       state: may be donated to a step as soon as this returns.
       parts: files of the checkpoint by name.
-      metric: value of `settings.keep_best` for this version, if it is known.
+      awaited: whether `rate` is going to be called for this step. It is kept
+        until then.
 
     Raises:
       CheckpointError: the one before could not be written. Call again to save
@@ -501,7 +515,7 @@ class Checkpointer:
     self.wait()
     copied = threading.Event()
     future = self._thread.submit(
-        self._write, step, state, dict(parts), metric, copied
+        self._write, step, state, dict(parts), awaited, copied
     )
     self._pending = (step, future)
     self._begun = time.monotonic()
@@ -528,11 +542,16 @@ class Checkpointer:
         f' {self._folder} for {seconds:.1f} s'
     )
 
-  def rate(self, step: int, metric: float) -> None:
-    """Tells the value of `settings.keep_best` for a version that was saved.
+  def rate(self, step: int, metric: float | None) -> None:
+    """Tells the value of `settings.keep_best` for a version.
 
-    In its turn behind what is being written. A step of which no checkpoint is
-    kept is passed over.
+    In its turn behind what is being written. The version may still have to be
+    saved. Ratings come in the order of versions, so none of an earlier version
+    is awaited any more.
+
+    Args:
+      step: that the version is saved under.
+      metric: the value; None if there is none after all.
     """
     self._ratings.append(self._thread.submit(self._rate, step, metric))
 
@@ -542,7 +561,8 @@ class Checkpointer:
       error = self._ratings.popleft().exception()
       if error is not None:
         raise CheckpointError(
-            f'a file {METRIC} in {self._folder} could not be written: {error}'
+            f'a rating ({METRIC}) in {self._folder} could not be written, or a'
+            f' checkpoint not be deleted after one: {error}'
         ) from error
     if self._pending is not None and self._pending[1].done():
       self.wait()
@@ -575,9 +595,12 @@ class Checkpointer:
   def best(self) -> Saved | None:
     """The kept checkpoint whose metric is highest; None if none has any.
 
+    No rating is awaited after this.
+
     Raises:
       CheckpointError: it is not whole.
     """
+    self._ratings.append(self._thread.submit(self._await_none))
     self._thread.submit(lambda: None).result(_WAIT_SECONDS)  # ratings are in
     step = self._best()
     return None if step is None else verify(at_step(self._folder, step))
@@ -594,7 +617,7 @@ class Checkpointer:
       step: int,
       state: TrainState,
       parts: Mapping[str, Part],
-      metric: float | None,
+      awaited: bool,
       copied: threading.Event,
   ) -> None:
     start = time.monotonic()
@@ -634,12 +657,15 @@ class Checkpointer:
     }
     text = json.dumps(manifest, indent=1).encode()
     (path / MANIFEST).write_bytes(text)
+    if step in self._early:
+      self._write_metric(step, self._early[step])
+    self._early = {s: value for s, value in self._early.items() if s > step}
     # What was flushed to the logs by now is what the parts speak of.
     self._events.flush()
     (path / COMMITTED).write_text(hashlib.sha256(text).hexdigest() + '\n')
     self._whole.append(step)
-    if metric is not None:
-      self._rate(step, metric)
+    if awaited and not (path / METRIC).exists():
+      self._awaited.add(step)
     self._delete_old()
     self._events.record(
         'write',
@@ -650,11 +676,24 @@ class Checkpointer:
         bytes=sum(entry['bytes'] for entry in files.values()),
     )
 
-  def _rate(self, step: int, metric: float) -> None:
-    if step in self._whole and math.isfinite(metric):
-      file = at_step(self._folder, step) / METRIC
-      value = {'name': self._settings.keep_best, 'value': float(metric)}
-      file.write_text(json.dumps(value))
+  def _rate(self, step: int, metric: float | None) -> None:
+    if metric is not None and math.isfinite(metric):
+      if step in self._whole:
+        self._write_metric(step, metric)
+      elif not self._whole or step > self._whole[-1]:
+        self._early[step] = metric
+    self._awaited = {s for s in self._awaited if s > step}
+    if self._whole:
+      self._delete_old()
+
+  def _await_none(self) -> None:
+    self._awaited.clear()
+    if self._whole:
+      self._delete_old()
+
+  def _write_metric(self, step: int, metric: float) -> None:
+    value = {'name': self._settings.keep_best, 'value': float(metric)}
+    (at_step(self._folder, step) / METRIC).write_text(json.dumps(value))
 
   def _best(self) -> int | None:
     if not self._settings.keep_best:
@@ -666,7 +705,7 @@ class Checkpointer:
 
   def _delete_old(self) -> None:
     settings = self._settings
-    kept = {*self._whole[-settings.keep_last :], self._best()}
+    kept = {*self._whole[-settings.keep_last :], self._best(), *self._awaited}
     if settings.keep_every:
       kept |= {s for s in self._whole if s % settings.keep_every == 0}
     for step in steps(self._folder):

@@ -17,10 +17,10 @@ from areal_jax.compile_check.check import check
 from areal_jax.compile_check.chips import has_libtpu, parse_topology
 from areal_jax.compile_check.hlo import Cost
 from areal_jax.compile_check.programs import (
-  Memory,
-  Program,
-  Task,
-  compile_program,
+    Memory,
+    Program,
+    Task,
+    compile_program,
 )
 from areal_jax.compile_check.sides import RolloutSide, TrainSide
 from areal_jax.config import ConfigError

@@ -16,10 +16,10 @@ from areal_jax.rollout import loop as loop_lib
 from areal_jax.rollout.client import EngineClient, echoed, generate_samples
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.loop import (
-  EngineLoop,
-  EngineStopped,
-  Ticket,
-  require_living,
+    EngineLoop,
+    EngineStopped,
+    Ticket,
+    require_living,
 )
 from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.rollout.workflow import answer_of

@@ -86,12 +86,13 @@ def open_(tmp_path):
   """Opens checkpointers and closes them again."""
   opened = []
 
-  def make(start=None, folder=None, **settings):
+  def make(start=None, folder=None, awaited=False, **settings):
     made = lib.Checkpointer(
         folder or tmp_path / 'checkpoints',
         CheckpointSettings(**settings),
         events=EventLog(None),
         start=start,
+        awaited=awaited,
     )
     opened.append(made)
     return made
@@ -504,7 +505,8 @@ def test_half_a_checkpoint_is_written_anew(folder, open_):
 
 def saved_steps(writer, folder, last, **metrics):
   for step in range(1, last + 1):
-    save(writer, step, metric=metrics.get(f'm{step}'))
+    save(writer, step)
+    writer.rate(step, metrics.get(f'm{step}'))
   return lib.steps(folder)
 
 
@@ -515,9 +517,65 @@ def test_last_best_and_every_mth_are_kept(tmp_path, open_):
   assert writer.best().step == 2
 
 
+def test_best_is_kept_though_its_rating_comes_late(tmp_path, open_):
+  writer = open_(keep_last=2, keep_best='eval_accuracy')
+  for step in (10, 20, 30):
+    save(writer, step, awaited=True)
+  for step, rating in ((10, 0.9), (20, 0.2), (30, 0.1)):
+    writer.rate(step, rating)
+  save(writer, 40)
+  assert writer.best().step == 10
+  assert lib.steps(tmp_path / 'checkpoints') == [10, 30, 40]
+
+
+def test_what_is_awaited_no_longer_goes(tmp_path, open_):
+  folder = tmp_path / 'checkpoints'
+  writer = open_(keep_last=1, keep_best='eval_accuracy')
+  for step in (1, 2, 3, 4):
+    save(writer, step, awaited=step != 3)
+  assert lib.steps(folder) == [1, 2, 4]
+  writer.rate(1, None)  # its evaluation came to nothing
+  save(writer, 5)
+  assert lib.steps(folder) == [2, 4, 5]
+  writer.rate(4, float('nan'))  # and so 2 will not be rated any more
+  save(writer, 6, awaited=True)
+  assert lib.steps(folder) == [6]
+  save(writer, 7)
+  assert lib.steps(folder) == [6, 7]
+  assert writer.best() is None  # nothing comes behind the end
+  assert lib.steps(folder) == [7]
+
+
+def test_rating_may_come_before_saving(tmp_path, open_):
+  folder = tmp_path / 'checkpoints'
+  writer = open_(keep_last=1, keep_best='eval_accuracy')
+  writer.rate(2, 0.5)
+  for step in (2, 3):
+    save(writer, step, awaited=step == 2)
+  writer.rate(3, 0.4)
+  save(writer, 4)
+  assert lib.steps(folder) == [2, 4]
+  assert writer.best().step == 2
+
+
+def test_run_that_goes_on_awaits_what_it_rates_again(tmp_path, open_):
+  folder = tmp_path / 'checkpoints'
+  writer = open_(keep_last=1, keep_best='eval_accuracy')
+  for step in (1, 2):
+    save(writer, step, awaited=True)
+  writer.close()
+  writer = open_(start=2, awaited=True, keep_last=1, keep_best='eval_accuracy')
+  for step in (3, 4):
+    save(writer, step)
+  assert lib.steps(folder) == [2, 4]  # 1 was evaluated by the other attempt
+  writer.rate(2, 0.5)
+  assert writer.best().step == 2
+
+
 def test_rating_may_come_after_saving(tmp_path, open_):
   writer = open_(keep_last=2, keep_best='eval_accuracy')
-  saved_steps(writer, tmp_path / 'checkpoints', 2)
+  for step in (1, 2):
+    save(writer, step, awaited=True)
   writer.rate(1, 0.75)
   writer.rate(2, float('nan'))
   writer.rate(7, 1.0)  # never saved

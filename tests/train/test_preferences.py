@@ -17,11 +17,11 @@ from areal_jax.train.packing import PackingSettings
 from areal_jax.train.preferences import PreferenceSettings
 from areal_jax.train.step import TrainStep
 from tests.train.test_step import (
-  CONFIG,
-  RULES,
-  assert_same_sums,
-  host_params,
-  train_mesh,
+    CONFIG,
+    RULES,
+    assert_same_sums,
+    host_params,
+    train_mesh,
 )
 
 # Four pairs: odd answers are preferred to even ones.
