@@ -272,7 +272,8 @@ def test_advantages_are_those_of_areal(case):
   )
   for index in np.flatnonzero(~rows):
     right = _returns_by_hand(case, settings, masks, index)
-    assert_close(result.returns[index][masks[index] > 0], right, size=0.1)
+    ours = result.returns[index][masks[index] > 0]
+    assert_close(ours, np.asarray(right), size=0.1)
   if args['adv_norm'] is not None and not rows.all():
     # A row that differs moves every other one: from AReaL's own returns on.
     raw = outputs['returns'] - inputs.get('values', 0)
