@@ -876,12 +876,12 @@ def prepare_shapes(experiment: Experiment) -> PreparedShapes:
   if path and taken:
     model = _shape_at(settings, 'policy.path', path)
   else:
-    source = _pretrained(settings)
     texts = lambda: _own_texts(
         settings, *_problems(settings), _demonstrations(settings)
     )
-    opened = _named_tokenizer(settings)
-    opened = opened or _unnamed_tokenizer(settings, source, texts)
+    opened = _named_tokenizer(settings) or _unnamed_tokenizer(
+        settings, _pretrained(settings), texts
+    )
     model = _own_shape(settings, opened.tokenizer)
   model = _checked_model(settings, model)
   path, reference = settings.train.reference_path, None

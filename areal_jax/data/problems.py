@@ -91,7 +91,7 @@ def check_text(text: str, at: str) -> None:
   Raises:
     ConfigError: a lone surrogate; names it and the characters around it.
   """
-  half = _HALF.search(text)
+  half = None if text.isascii() else _HALF.search(text)
   if half is not None:
     near = text[max(0, half.start() - _AROUND) : half.end() + _AROUND]
     raise ConfigError(

@@ -82,6 +82,7 @@ class SentencePieceTokenizer:
         for i in range(self.vocab_size)
         if processor.IsControl(i)
     }
+    self._control_names = {i: text for text, i in self._controls.items()}
     texts = '|'.join(map(re.escape, self._controls))
     self._special = re.compile(f'({texts})') if texts else None
 
@@ -117,8 +118,8 @@ class SentencePieceTokenizer:
       ValueError: an id outside the vocabulary.
     """
     ids = [int(i) for i in ids]
-    wrong = [i for i in ids if not 0 <= i < self.vocab_size]
-    if wrong:
+    if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+      wrong = [i for i in ids if not 0 <= i < self.vocab_size]
       raise ValueError(
           f'ids {wrong[:5]} are outside the vocabulary of {self.vocab_size}'
       )
@@ -126,10 +127,12 @@ class SentencePieceTokenizer:
 
   def spell(self, ids: Sequence[int]) -> str:
     """Text of the ids; special tokens are written out: '<s>'."""
+    if self._control_names.keys().isdisjoint(ids):
+      return self.decode(ids)
     texts, plain = [], []
     for token in ids:
-      if self._processor.IsControl(int(token)):
-        texts += [self.decode(plain), self._processor.IdToPiece(int(token))]
+      if token in self._control_names:
+        texts += [self.decode(plain), self._control_names[token]]
         plain = []
       else:
         plain.append(token)
