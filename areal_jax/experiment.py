@@ -561,11 +561,6 @@ def cautions(settings: Experiment) -> list[str]:
         ' the batch: groups of equal scores would have taught something there,'
         ' and without them the batch is another'
     )
-  if loss.kl_coefficient and loss.kl_kind == 'k1':
-    found.append(
-        "config.train.loss.kl_kind is 'k1': the mean of its gradient is 0, so"
-        ' it only adds noise; k2 or k3 in the loss, k1 in the reward'
-    )
   if loss.kl_coefficient and advantages.kl_coefficient:
     found.append(
         'config.train: both kl_coefficients are above 0, so the distance from'

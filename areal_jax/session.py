@@ -1205,7 +1205,7 @@ class Session:
   def _write_samples(self, step: int, groups: Sequence[Group]) -> None:
     for group in groups:
       for trajectory in group.trajectories:
-        sampled = trajectory.loss_mask > 0
+        sampled = trajectory.sampled
         self._samples.write(
             prompt=self._prompt_text(group.draw.problem),
             completion=self._text(trajectory),
@@ -1228,7 +1228,7 @@ class Session:
 
   def _text(self, trajectory: Trajectory) -> str:
     """What was sampled, special tokens left out."""
-    return self._decode(trajectory.ids[trajectory.loss_mask > 0])
+    return self._decode(trajectory.ids[trajectory.sampled])
 
   def _finish(
       self,

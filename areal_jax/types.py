@@ -316,7 +316,7 @@ class Trajectory:
   sample: int
   segments: tuple[Segment, ...]
   ids: np.ndarray  # [T] int32
-  loss_mask: np.ndarray  # [T] float32, 1 on sampled tokens
+  loss_mask: np.ndarray  # [T] float32, 1 on tokens that are trained
   logps: np.ndarray  # [T] float32 nats, 0 where nothing was sampled
   versions: np.ndarray  # [T] int32, -1 where nothing was sampled
   turn_ids: np.ndarray  # [T] int32
@@ -329,9 +329,18 @@ class Trajectory:
   timestamps: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
+  def sampled(self) -> np.ndarray:
+    """[T] bool, the tokens that the policy sampled.
+
+    The loss mask may leave some of them out (stale or truncated ones), and then
+    says nothing about lengths, rewards or what the policy wrote.
+    """
+    return self.versions >= 0
+
+  @property
   def head_version(self) -> int:
     """Version of the oldest sampled token."""
-    sampled = self.versions[self.loss_mask > 0]
+    sampled = self.versions[self.sampled]
     return int(sampled.min()) if sampled.size else self.admitted_version
 
   @property

@@ -80,7 +80,7 @@ def measure(
         prepared.settings.train.packing,
     )
     for engine, said in answers.items():
-      logps = np.concatenate([t.logps[t.loss_mask > 0] for t in said])
+      logps = np.concatenate([t.logps[t.sampled] for t in said])
       shape = prepared.settings.train.packing
       gap = np.abs(logps - _scores(step, params, said, shape))
       name = f'engine {engine}, trainer {trainer}'

@@ -577,10 +577,6 @@ def test_on_policy_runs_may_leave_the_weight_out(tmp_path):
             dict(rollout__eta=0.0, rollout__exact=True),
             'prompts took 2.0 to 3.3 times as long',
         ),
-        (
-            dict(train__loss=PolicyLoss(kl_coefficient=0.1, kl_kind='k1')),
-            'only adds noise',
-        ),
     ],
 )
 def test_what_is_hardly_meant_is_told_with_its_reason(tmp_path, changes, words):

@@ -133,7 +133,7 @@ def plain_loop(plain: Plain, folder: pathlib.Path) -> Iterator[Verdict]:
   }
   other, most = [], 0.0
   for step, trajectory in plain.answers:
-    own = trajectory.loss_mask > 0
+    own = trajectory.sampled
     key = (step, trajectory.draw_index, trajectory.sample)
     said = ran.get(key)
     if said is None or said['ids'] != trajectory.ids[own].tolist():

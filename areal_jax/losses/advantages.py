@@ -9,8 +9,10 @@
 
 Which samples belong together is said by explicit group ids, never by position,
 so groups may be uneven, interleaved, or lack members that failed. Everything
-but `gae` runs on the host in numpy, in float64 inside and float32 outside: its
-inputs change shape with every batch, and nothing should compile for that.
+but `gae` runs on the host in numpy: its inputs change shape with every batch,
+and nothing should compile for that. All stations work in float64, and only the
+last one rounds to float32. Rewards of 1000 and 1000.00001 differ; rounded
+before their mean is taken off, they would not.
 
 How numbers are normalised (those of sequences, or those of tokens):
 
@@ -22,7 +24,8 @@ where `leave_one_out` is on; std_i sums over the group of i or the batch, with n
 instead of n - 1 where `unbiased` is off. A group or batch whose mean is taken
 and whose numbers are all equal, or which has one member, comes out as exactly
 0: nothing can be learned from it, and a rounding error divided by epsilon is
-not a signal. `fraction_zero_variance` counts such groups.
+not a signal. Numbers count as equal within `SAME` of their size.
+`fraction_zero_variance` counts such groups.
 """
 
 from __future__ import annotations
@@ -42,6 +45,9 @@ from areal_jax.losses.kl import Kind
 
 Level = Literal['none', 'group', 'batch']
 
+# Numbers that differ by less, as a share of their size, are equal: sums of the
+# same parts in another order differ so (0.1 + 0.2 and 0.3).
+SAME = 1e-12
 # Nats, the most that the KL of one token may take off its reward.
 MAX_KL_REWARD = 10.0
 
@@ -176,7 +182,7 @@ def token_advantages(
     settings: AdvantageSettings,
     rewards: np.ndarray,
     group_ids: np.ndarray,
-    loss_masks: Sequence[np.ndarray],
+    sampled: Sequence[np.ndarray],
     *,
     values: Sequence[np.ndarray] | None = None,
     token_rewards: Sequence[np.ndarray] | None = None,
@@ -193,9 +199,11 @@ def token_advantages(
     settings: see `AdvantageSettings`.
     rewards: [N] finite.
     group_ids: [N] integers, equal for samples of one problem.
-    loss_masks: N arrays [T_i], positive on sampled tokens, unshifted.
+    sampled: N arrays [T_i], positive on sampled tokens, unshifted. Tokens that
+      the loss leaves out (stale or truncated ones) are among them: what an
+      answer is worth does not depend on what is trained of it.
     values: N arrays [T_i] of the critic at these tokens, before they were
-      sampled; masked ones may be NaN. Given iff `settings.critic`.
+      sampled; others may be NaN. Given iff `settings.critic`.
     token_rewards: N arrays [T_i], added where sampled: `kl_rewards`, rewards of
       turns. They are neither shaped nor normalised.
     turn_ids: N arrays [T_i] of integers; needed with a turn_discount below 1.
@@ -206,7 +214,7 @@ def token_advantages(
       optional arrays against the settings.
   """
   settings.validate('advantages')
-  masks = [np.asarray(mask) > 0 for mask in loss_masks]
+  masks = [np.asarray(mask) > 0 for mask in sampled]
   _check_count('rewards', np.size(rewards), masks)
   if (values is not None) != settings.critic:
     raise ValueError(
@@ -231,11 +239,7 @@ def token_advantages(
     # The whole batch at once: one sequence after another takes the host longer
     # than it takes a small policy to decode as many tokens.
     whole = _everywhere(sequence, masks)
-    if settings.tokens.mean == settings.tokens.std == 'none':
-      return TokenAdvantages(whole, whole)
-    return TokenAdvantages(
-        normalize_tokens(whole, group_ids, masks, settings.tokens), whole
-    )
+    return _rounded(settings, whole, whole, group_ids, masks)
   raw, returns = [], []
   for index, mask in enumerate(masks):
     given = [
@@ -245,9 +249,21 @@ def token_advantages(
     advantage, result = _spread(settings, float(sequence[index]), mask, *given)
     raw.append(advantage)
     returns.append(result)
-  return TokenAdvantages(
-      normalize_tokens(raw, group_ids, masks, settings.tokens), returns
-  )
+  return _rounded(settings, raw, returns, group_ids, masks)
+
+
+def _rounded(
+    settings: AdvantageSettings,
+    raw: list[np.ndarray],
+    returns: list[np.ndarray],
+    group_ids: np.ndarray,
+    masks: list[np.ndarray],
+) -> TokenAdvantages:
+  """Normalises advantages of tokens, and rounds all to float32."""
+  if not settings.tokens.mean == settings.tokens.std == 'none':
+    raw = normalize_tokens(raw, group_ids, masks, settings.tokens)
+  single = lambda rows: [row.astype(np.float32) for row in rows]
+  return TokenAdvantages(single(raw), single(returns))
 
 
 def shape_rewards(
@@ -255,7 +271,7 @@ def shape_rewards(
     rewards: np.ndarray,
     lengths: np.ndarray | None = None,
 ) -> np.ndarray:
-  """clip((reward - penalty on length + bias) · scale, ± clip), [N] float32.
+  """clip((reward - penalty on length + bias) · scale, ± clip), [N] float64.
 
   Args:
     settings: see `AdvantageSettings`.
@@ -278,14 +294,14 @@ def shape_rewards(
   rewards = (rewards + settings.reward_bias) * settings.reward_scale
   if settings.reward_clip is not None:
     rewards = np.clip(rewards, -settings.reward_clip, settings.reward_clip)
-  return rewards.astype(np.float32)
+  return rewards
 
 
 def kl_rewards(
     settings: AdvantageSettings,
     logps: Sequence[np.ndarray],
     reference_logps: Sequence[np.ndarray],
-    loss_masks: Sequence[np.ndarray],
+    sampled: Sequence[np.ndarray],
 ) -> list[np.ndarray]:
   """-kl_coefficient · KL of each token, N arrays [T_i] float32, 0 if masked.
 
@@ -297,13 +313,11 @@ def kl_rewards(
     settings: its kl_coefficient and kl_kind count.
     logps: N arrays [T_i] nats, of the policy that sampled; masked may be NaN.
     reference_logps: N arrays [T_i] nats, of the reference policy.
-    loss_masks: N arrays [T_i], positive on sampled tokens.
+    sampled: N arrays [T_i], positive on sampled tokens.
   """
   bound = MAX_KL_REWARD
   result = []
-  for own, reference, mask in zip(
-      logps, reference_logps, loss_masks, strict=True
-  ):
+  for own, reference, mask in zip(logps, reference_logps, sampled, strict=True):
     counts = np.asarray(mask) > 0
     d = np.where(counts, np.asarray(own, np.float64), 0)
     d = d - np.where(counts, np.asarray(reference, np.float64), 0)
@@ -333,7 +347,7 @@ def normalize(
     settings: see `Normalization`.
 
   Returns:
-    [N] float32.
+    [N] float64.
 
   Raises:
     ValueError: shapes that differ, or a number that is not finite.
@@ -355,7 +369,7 @@ def normalize(
     centred = np.divide(
         centred, std, out=np.zeros_like(centred), where=centred != 0
     )
-  return centred.astype(np.float32)
+  return centred
 
 
 def normalize_tokens(
@@ -375,7 +389,7 @@ def normalize_tokens(
     settings: see `Normalization`.
 
   Returns:
-    N arrays [T_i] float32, 0 where masked.
+    N arrays [T_i] float64, 0 where masked.
 
   Raises:
     ValueError: a sampled value that is not finite.
@@ -391,7 +405,7 @@ def normalize_tokens(
   )
   result = []
   for mask, part in zip(masks, np.split(normal, np.cumsum(lengths)[:-1])):
-    row = np.zeros(mask.shape, np.float32)
+    row = np.zeros(mask.shape)
     row[mask] = part
     result.append(row)
   return result
@@ -481,11 +495,10 @@ def _spread(
     token_rewards: np.ndarray | None,
     turn_ids: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """`gae` of one sequence on the host: advantages and returns, [T] float32."""
+  """`gae` of one sequence on the host: advantages and returns, [T] float64."""
   places = np.flatnonzero(mask)
   count = places.size
-  advantages = np.zeros(mask.shape, np.float32)
-  returns = np.zeros(mask.shape, np.float32)
+  advantages, returns = np.zeros(mask.shape), np.zeros(mask.shape)
   if not count:
     return advantages, returns
   # Discount of what follows a token, from one sampled token to the next.
@@ -514,13 +527,11 @@ def _spread(
 
 
 def _everywhere(x: np.ndarray, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-  """x [N] on every token of its mask, else 0; N arrays [T_i] float32."""
+  """x [N] on every token of its mask, else 0; N arrays [T_i] float64."""
   if not masks:
     return []
   sizes = [mask.size for mask in masks]
-  joined = np.where(
-      np.concatenate(masks), np.repeat(x, sizes), np.float32(0)
-  ).astype(np.float32)
+  joined = np.where(np.concatenate(masks), np.repeat(x, sizes), 0.0)
   return np.split(joined, np.cumsum(sizes)[:-1])
 
 
@@ -531,7 +542,7 @@ def _check_shapes(
     if np.shape(x[index]) != mask.shape:
       raise ValueError(
           f'{name}[{index}] has shape {np.shape(x[index])}, wanted that of its'
-          f' loss_mask, {mask.shape}'
+          f' sampled, {mask.shape}'
       )
 
 
@@ -550,18 +561,19 @@ def _centred(x: np.ndarray, group: np.ndarray, others: bool) -> np.ndarray:
 
 
 def _varied(x: np.ndarray, group: np.ndarray) -> np.ndarray:
-  """[groups] whether the numbers of a group differ."""
+  """[groups] whether the numbers of a group differ by more than rounding."""
   groups = int(group.max(initial=-1)) + 1
   highest, lowest = np.full(groups, -np.inf), np.full(groups, np.inf)
   np.maximum.at(highest, group, x)
   np.minimum.at(lowest, group, x)
-  return highest > lowest
+  size = np.maximum(np.abs(highest), np.abs(lowest))
+  return highest - lowest > SAME * size
 
 
 def _check_count(name: str, count: int, masks: Sequence[np.ndarray]) -> None:
   if count != len(masks):
     raise ValueError(
-        f'{len(masks)} loss_masks with {count} {name}, wanted as many of one as'
+        f'{len(masks)} masks with {count} {name}, wanted as many of one as'
         ' of the other'
     )
 

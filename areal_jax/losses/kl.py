@@ -7,10 +7,16 @@ http://joschu.net/blog/kl-approx.html):
   k2 = d² / 2            biased, low variance
   k3 = exp(-d) - 1 + d   unbiased, low variance, never negative
 
-In a loss it is the gradient that counts: that of k1 is ∇ log π, whose mean is
-0, so as a penalty k1 only adds noise; k2 has the gradient of KL(π ‖ reference),
-k3 that of KL(reference ‖ π). k1 is there for reports and for penalties in the
-reward.
+In a loss the gradient counts. That of k1 is ∇ log π, whose mean is 0: as a term
+of the loss it only adds noise, and `PolicyLoss` refuses it. It belongs in
+reports and in the reward. k2 has the gradient of KL(π ‖ reference), k3 that of
+KL(reference ‖ π).
+
+These are expectations over tokens of π itself. For tokens of an older policy
+each estimate needs the importance weight π / π_behav, taken as a constant.
+
+Where the reference finds a token e²⁰ times likelier than π does, k3 is held at
+its value there and has no gradient (`saturates`).
 """
 
 from __future__ import annotations
@@ -37,13 +43,26 @@ def k2(logps: Array, reference_logps: Array) -> Array:
 
 
 def k3(logps: Array, reference_logps: Array) -> Array:
-  """exp(-d) - 1 + d, in nats, with d held above -`MAX_LOG_RATIO`.
+  """exp(-d) - 1 + d, in nats, with d held at -`MAX_LOG_RATIO` or above.
 
   A token 4.9e8 times likelier under the reference has a gradient of 0 instead
   of an infinite one. Both [...] float, in nats.
   """
-  d = jnp.maximum(logps - reference_logps, -masking.MAX_LOG_RATIO)
+  held = saturates(logps, reference_logps)
+  d = jnp.where(held, -masking.MAX_LOG_RATIO, logps - reference_logps)
   return jnp.expm1(-d) + d
+
+
+def saturates(logps: Array, reference_logps: Array) -> Array:
+  """Returns where `k3` has no gradient: d at or below -`MAX_LOG_RATIO`.
+
+  Args:
+    logps, reference_logps: [...] float, in nats.
+
+  Returns:
+    [...] bool.
+  """
+  return logps - reference_logps <= -masking.MAX_LOG_RATIO
 
 
 def estimate(

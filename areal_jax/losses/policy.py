@@ -1,13 +1,14 @@
 """The loss of the policy: one formula whose parts are settings.
 
-  L = -(1 / D) Σ_t c_t [ w_t J_t - c_kl KL_t + c_entropy H_t ]
+  L = -(1 / D) Σ_t c_t [ w_t J_t - c_kl v_t KL_t + c_entropy H_t ]
 
 J is what one token is worth (`objective`) given the ratio ρ = π_θ / π_prox of
 the token or of its sequence (`ratio_level`) and its advantage; w = π_prox /
 π_behav a constant that makes up for tokens sampled by older weights
-(`weight_level`), cut down or rejected by `weight_rules`; c and D say what a
-token counts (`aggregation`). The published algorithms are rows of such settings
-in `presets.py`.
+(`weight_level`), cut down or rejected by `weight_rules`; v = w π_θ / π_prox, a
+constant too, makes the KL one of tokens of π_θ, whoever sampled them; c and D
+say what a token counts (`aggregation`). The published algorithms are rows of
+such settings in `presets.py`.
 
 D is handed in and is that of the whole batch (`aggregation.denominator`), not
 of the part at hand. So the parts of a batch, cut into any microbatches and
@@ -137,7 +138,8 @@ class PolicyLoss:
     aggregation: from tokens to the batch, see `aggregation.py`.
     constant_length: tokens; for the aggregation 'constant' alone.
     kl_coefficient: weight of the KL to a reference policy; 0 for none.
-    kl_kind: its estimator, see `kl.py` (k1 is of no use as a penalty).
+    kl_kind: its estimator, 'k2' or 'k3'; see `kl.py`. k1 has no gradient in the
+      mean, so it is refused here and belongs in the reward.
     entropy_coefficient: weight of the entropy bonus; 0 for none.
   """
 
@@ -214,6 +216,14 @@ class PolicyLoss:
       value = getattr(self, name)
       right = value >= 0 and math.isfinite(value)
       require(right, f'{at}.{name}', value, 'at least 0')
+    require(
+        not self.kl_coefficient or self.kl_kind != 'k1',
+        f'{at}.kl_kind',
+        self.kl_kind,
+        "'k2' or 'k3': the gradient of k1 is 0 in the mean. k1 belongs in the"
+        ' reward: train.advantages.kl_coefficient with'
+        " train.advantages.kl_kind='k1'",
+    )
 
 
 def policy_loss(
@@ -270,19 +280,23 @@ def policy_loss(
       rejected_sum: those dropped by a rule, by `second_moment` or by no weight.
       ratio_sum, ratio_max: ρ.
       importance_weight_sum, importance_weight_squared_sum,
-        importance_weight_max: w as used, 0 where rejected. (Σw)² / (n Σw²) is
-        the effective sample size.
+        importance_weight_max: w before any rule, within exp(±20).
+        (Σw)² / (n Σw²) is the effective sample size.
+      used_weight_sum, used_weight_squared_sum, used_weight_max: w as used,
+        after the rules, 0 where rejected.
       importance_capped_sum: tokens whose w a rule cut.
       clamped_sum: tokens with a log-ratio outside ±20.
       update_kl_sum: k3 of KL(π_prox ‖ π_θ), how far this step has moved.
       behavior_kl_sum: k3 of KL(π_behav ‖ π_prox), how stale the tokens are.
-      reference_kl_sum: of `kl_kind`, with `reference_logps` only.
+      reference_kl_sum: v KL of `kl_kind`, with `reference_logps` only.
+      reference_saturated_sum: tokens whose k3 has no gradient, with
+        `reference_logps` only; 0 with k2.
       entropy_sum: with `entropy` only.
       fresh_tokens_sum, fresh_gap_sum, fresh_gap_max: |log π_prox - log π_behav|
         of fresh tokens, with `fresh` only.
-      age_tokens_sum, age_weight_sum, age_weight_squared_sum, age_clipped_sum,
-        age_rejected_sum: [A], for each of `AGES`, with `ages` only; so are
-        those of `gap_by_age`.
+      age_tokens_sum, age_weight_sum, age_weight_squared_sum (before any rule),
+        age_clipped_sum, age_rejected_sum: [A], for each of `AGES`, with `ages`
+        only; so are those of `gap_by_age`.
     Over the tokens that no rule dropped:
       objective_sum: w J, each token counted once.
       clipped_sum: tokens at which the clip changed J.
@@ -348,21 +362,31 @@ def policy_loss(
       'dual_clipped_sum': masking.masked_sum(gain.dual_clipped, surviving),
       'ratio_sum': masking.masked_sum(gain.ratio, mask),
       'ratio_max': masking.masked_max(gain.ratio, mask),
-      'importance_weight_sum': masking.masked_sum(weight, mask),
-      'importance_weight_squared_sum': masking.masked_sum(weight**2, mask),
-      'importance_weight_max': masking.masked_max(weight, mask),
+      **_weight_stats('importance_weight', weights.raw, mask),
+      **_weight_stats('used_weight', weight, mask),
       'importance_capped_sum': masking.masked_sum(weights.capped, mask),
       'clamped_sum': masking.masked_sum(gain.clamped | weights.clamped, mask),
       'update_kl_sum': jnp.sum(kl.k3(proximal_logps, logps)),
       'behavior_kl_sum': jnp.sum(kl.k3(behavior_logps, proximal_logps)),
   }
   if reference_logps is not None:
-    estimates = kl.estimate(settings.kl_kind, logps, reference_logps, mask)
+    reference_logps = _constant(reference_logps, mask)
+    moved, _ = masking.bounded_exp(
+        jax.lax.stop_gradient(logps) - proximal_logps
+    )
+    estimates = (
+        weight
+        * moved
+        * kl.estimate(settings.kl_kind, logps, reference_logps, mask)
+    )
     if settings.kl_coefficient:
       total -= settings.kl_coefficient * masking.masked_sum(
           share * estimates, surviving
       )
-    stats['reference_kl_sum'] = jnp.sum(estimates)
+    stats['reference_kl_sum'] = masking.masked_sum(estimates, surviving)
+    stats['reference_saturated_sum'] = masking.masked_sum(
+        kl.saturates(logps, reference_logps) & (settings.kl_kind == 'k3'), mask
+    )
   if entropy is not None:
     entropy = masking.keep(entropy, mask)
     if settings.entropy_coefficient:
@@ -381,14 +405,22 @@ def policy_loss(
         _of_ages(mask, ages),
         {
             'tokens': jnp.ones_like(weight),
-            'weight': weight,
-            'weight_squared': weight**2,
+            'weight': weights.raw,
+            'weight_squared': weights.raw**2,
             'clipped': gain.clipped & surviving,
             'rejected': rejected,
         },
     )
     stats |= gap_by_age(proximal_logps, behavior_logps, mask, ages)
   return -masking.divide(total, denominator), jax.lax.stop_gradient(stats)
+
+
+def _weight_stats(name: str, weight: Array, mask: Array) -> dict[str, Array]:
+  return {
+      f'{name}_sum': masking.masked_sum(weight, mask),
+      f'{name}_squared_sum': masking.masked_sum(weight**2, mask),
+      f'{name}_max': masking.masked_max(weight, mask),
+  }
 
 
 def gap_by_age(
@@ -468,12 +500,15 @@ class Weights:
   """Importance weights of tokens, all [B, T] and constant.
 
   Attributes:
+    raw: float32 w before any rule, within exp(±20); 1 without weights, 0 where
+      masked.
     weight: float32 w, after clamps; 1 without weights, 0 where masked.
     kept: bool, in the mask and dropped by no rule.
     capped: bool, a rule changed the weight.
     clamped: bool, the log-ratio left ±20.
   """
 
+  raw: Array
   weight: Array
   kept: Array
   capped: Array
@@ -511,7 +546,8 @@ def importance_weights(
       'sequence_mean': lambda: segments.mean(distance, mask, segment_ids),
       'sequence_sum': lambda: segments.total(distance, mask, segment_ids),
   }[level]()
-  weight, clamped = masking.bounded_exp(log_weight)
+  raw, clamped = masking.bounded_exp(log_weight)
+  weight = raw
   kept, capped = counts, jnp.zeros_like(counts)
   for rule in rules:
     seen = _metric(rule, distance, mask, segment_ids)
@@ -528,7 +564,8 @@ def importance_weights(
     cut = jnp.where(inside, weight, jnp.clip(weight, rule.lower, rule.upper))
     capped |= counts & (cut != weight)
     weight = cut
-  return Weights(jnp.where(counts, weight, 0.0), kept, capped, clamped & counts)
+  raw, weight = (jnp.where(counts, x, 0.0) for x in (raw, weight))
+  return Weights(raw, weight, kept, capped, clamped & counts)
 
 
 def approximate_proximal(

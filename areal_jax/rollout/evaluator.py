@@ -175,7 +175,7 @@ async def _answer(
         draw.draw_index, draw.problem.id, draw.problem.source, sample,
         RewardStatus.ERROR, None, 0, None, '', detail,
     )  # fmt: skip
-  sampled = said.versions[said.loss_mask > 0]
+  sampled = said.versions[said.sampled]
   if set(sampled.tolist()) - {version}:
     raise RuntimeError(
         f'evaluation of version {version}: answer {sample} to'

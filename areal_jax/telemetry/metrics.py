@@ -236,11 +236,20 @@ _LEARNING = (
     Metric(
         'kl_reference',
         'nats/token',
-        'Mean estimate of KL(π_θ ‖ π_reference) on the trained tokens; only'
-        ' with a reference policy. With a KL in the reward it is that of the'
-        ' policies that sampled them.',
+        'Mean estimate of KL(π_θ ‖ π_reference) on the trained tokens, weighted'
+        ' as tokens of π_θ; only with a reference policy. With a KL in the'
+        ' reward: of the policies that sampled, on all sampled tokens.',
         0.0,
         1.0,
+    ),
+    Metric(
+        'kl_saturated_fraction',
+        'share',
+        'Share of the loss tokens that the reference finds e²⁰ times likelier'
+        ' than the policy does, or more. There k3 has no gradient, however'
+        ' large its value. 0 with k2.',
+        0.0,
+        0.0,
     ),
     Metric(
         'critic_loss',
@@ -358,15 +367,31 @@ _OFF_POLICY = (
     Metric(
         'importance_weight_mean',
         'ratio',
-        'Mean of π_prox / π_behav over the loss tokens. Its expectation is 1'
-        ' whatever the staleness.',
+        'Mean of π_prox / π_behav over the loss tokens, before any rule cuts or'
+        ' rejects it. Its expectation is 1 whatever the staleness.',
         0.8,
         1.25,
     ),
     Metric(
         'importance_weight_max',
         'ratio',
-        'The largest of these. One token of a large weight can rule a step.',
+        'The largest of these, before any rule. One token of a large weight can'
+        ' rule a step.',
+        0.0,
+        20.0,
+    ),
+    Metric(
+        'used_weight_mean',
+        'ratio',
+        'Mean over the loss tokens of the weight that the loss used: after the'
+        ' rules, 0 where a token was rejected.',
+        0.5,
+        1.25,
+    ),
+    Metric(
+        'used_weight_max',
+        'ratio',
+        'The largest weight that the loss used.',
         0.0,
         20.0,
     ),
@@ -473,7 +498,8 @@ _OFF_POLICY = (
             (
                 'effective_sample_size',
                 'share',
-                '(Σ w)² / (N Σ w²) of the importance weights w',
+                '(Σ w)² / (N Σ w²) of the importance weights w before any'
+                ' rule,',
                 0.3,
                 1.0,
                 1.0,
@@ -518,7 +544,15 @@ _OFF_POLICY = (
         'effective_sample_size',
         'share',
         '(Σ w)² / (N Σ w²) of the weights w = π_prox / π_behav over N loss'
-        ' tokens; 1 if all samples are fresh.',
+        ' tokens, before any rule; 1 if all samples are fresh.',
+        0.5,
+        1.0,
+    ),
+    Metric(
+        'used_sample_size',
+        'share',
+        'The same of the weights that the loss used; rejected tokens count in'
+        ' N with a weight of 0.',
         0.5,
         1.0,
     ),

@@ -665,6 +665,8 @@ class TrainStep:
     gradient, counters = total['gradient'], learner.counters
     squares = squared_norms(gradient)
     norm = jnp.sqrt(sum(squares))
+    # A KL term teaches nothing while the policy is its reference.
+    teaches &= norm != 0
     finite = jnp.isfinite(norm) & jnp.isfinite(total['loss'])
     goes_on = counters.consecutive_skips <= self._max_consecutive_skips
     skipped = goes_on & ~finite

@@ -137,9 +137,10 @@ class Minibatch:
     tokens: loss tokens.
     denominator: what the loss of the policy is divided by.
     critic_denominator: what that of the critic is divided by.
-    teaches: whether a loss token has an advantage. If none has, nothing is to
-      be learned and the update is idle: without this, weight decay, momentum
-      and the KL term would go on moving a policy that no reward holds.
+    teaches: whether some term of the loss has a gradient: a loss token has an
+      advantage, or there are loss tokens and a term that needs none (KL,
+      entropy, balance of experts). If not, nothing is to be learned and the
+      update is idle: weight decay and momentum would go on moving the policy.
     values: [B, T] of each microbatch, what the critic said; () without one.
     returns: [B, T] of each microbatch, what it should have said.
   """
@@ -300,6 +301,7 @@ class Trainer:
     self._settings = settings
     self._max_age = max_age
     self._replayed = _replayed(config)
+    self._balances = bool(config.sparse_layers) and config.moe.balance > 0
     reference_config, reference_params = reference or (None, None)
     self._step, self._critic = steps or build_steps(
         config, settings, mesh, rules, reference_config
@@ -420,7 +422,11 @@ class Trainer:
     trained = [mask_stale(group, version, self._max_age) for group in groups]
     looked = self._look(trained)
     minibatches = prepare(
-        trained, self._settings, self._replayed, looked=looked
+        trained,
+        self._settings,
+        self._replayed,
+        looked=looked,
+        balances=self._balances,
     )
     state, criticised = self._train_critic(self._roused(), minibatches)
     state, outcomes = self._train_policy(state, minibatches)
@@ -491,6 +497,11 @@ class Trainer:
     values, reference = [], []
     places, lengths, shift = [], [], 0
     for members in _deal(groups, self._settings):
+      # Whatever the loss leaves out, rewards are of all that was sampled.
+      members = [
+          dataclasses.replace(t, loss_mask=t.sampled.astype(np.float32))
+          for t in members
+      ]
       nothing = [np.zeros(len(t.ids), np.float32) for t in members]
       packed = packing.pack(
           members, nothing, self._settings.packing, self._replayed
@@ -638,6 +649,7 @@ def prepare(
     replayed: tuple[int, int] | None = None,
     *,
     looked: Looked = Looked(),
+    balances: bool = False,
 ) -> list[Minibatch]:
   """Advantages over the whole batch, then packed minibatches of groups.
 
@@ -646,6 +658,7 @@ def prepare(
     settings: of the trainer.
     replayed: see `packing.pack`.
     looked: what networks say of these groups.
+    balances: whether the loss has a term that balances experts.
 
   Raises:
     ValueError: a trajectory without a score, or longer than a row.
@@ -653,12 +666,14 @@ def prepare(
   dealt = _deal(groups, settings)
   trajectories = [t for members in dealt for t in members]
   masks = [t.loss_mask for t in trajectories]
+  loss = settings.loss
+  always = balances or loss.kl_coefficient > 0 or loss.entropy_coefficient > 0
   token_rewards = _token_rewards(trajectories, looked, settings)
   found = advantages_lib.token_advantages(
       settings.advantages,
       np.array([_score(t) for t in trajectories]),
       np.array([t.draw_index for t in trajectories]),
-      masks,
+      [t.sampled for t in trajectories],
       values=looked.values,
       token_rewards=token_rewards,
       turn_ids=[t.turn_ids for t in trajectories],
@@ -687,7 +702,7 @@ def prepare(
                 for loss in (settings.loss, settings.critic.loss)
             ),
             any(
-                np.any(np.asarray(t.loss_mask) * advantage)
+                np.any(t.loss_mask if always else t.loss_mask * advantage)
                 for t, advantage in zip(members, given)
             ),
             **rows,
@@ -747,7 +762,7 @@ def _kl_only(
       settings.advantages,
       [t.logps for t in trajectories],  # of the policies that sampled
       looked.reference_logps,
-      [t.loss_mask for t in trajectories],
+      [t.sampled for t in trajectories],
   )
 
 
@@ -762,7 +777,7 @@ def describe(
       version) old, and an answer is mixed if its tokens have two versions.
   """
   trajectories = [t for group in groups for t in group.trajectories]
-  sampled = [t.versions[t.loss_mask > 0] for t in trajectories]
+  sampled = [t.versions[t.sampled] for t in trajectories]
   ages = version - np.concatenate(sampled)
   ages = ages[ages <= max_age]
   scores = np.array([_score(t) for t in trajectories])
@@ -806,8 +821,6 @@ def summarize(
   compared = stats if exact else merged(outcomes[:1])
   # A step whose answers are all masked has sums of 0 over 0 tokens.
   count = max(1.0, stats['tokens_sum'])
-  weights = stats['importance_weight_sum']
-  squares = stats['importance_weight_squared_sum']
   losses = [o.loss * part for o, part in zip(outcomes, denominators)]
   values = {
       'loss': sum(losses) / max(1.0, sum(denominators)),
@@ -818,6 +831,7 @@ def summarize(
       / max(1.0, compared['tokens_sum']),
       'trained_tokens': stats['tokens_sum'],
       'importance_weight_max': stats['importance_weight_max'],
+      'used_weight_max': stats['used_weight_max'],
       'ratio_max': stats['ratio_max'],
   }
   for name, of in (
@@ -828,10 +842,12 @@ def summarize(
       ('clamped_fraction', 'clamped'),
       ('ratio_mean', 'ratio'),
       ('importance_weight_mean', 'importance_weight'),
+      ('used_weight_mean', 'used_weight'),
       ('importance_capped_fraction', 'importance_capped'),
       ('kl_update', 'update_kl'),
       ('kl_behavior', 'behavior_kl'),
       ('kl_reference', 'reference_kl'),
+      ('kl_saturated_fraction', 'reference_saturated'),
   ):
     if f'{of}_sum' in stats:
       values[name] = stats[f'{of}_sum'] / count
@@ -852,8 +868,13 @@ def summarize(
         values[f'{name}_staleness_{age}'] = value
       values |= _sample_size(stats, age)
     values |= _gaps(compared, age)
-  if squares:
-    values['effective_sample_size'] = weights**2 / (count * squares)
+  for name, of in (
+      ('effective_sample_size', 'importance_weight'),
+      ('used_sample_size', 'used_weight'),
+  ):
+    squares = stats[f'{of}_squared_sum']
+    if squares:
+      values[name] = stats[f'{of}_sum'] ** 2 / (count * squares)
   if compared['fresh_tokens_sum']:
     values['logprob_gap_fresh_max'] = compared['fresh_gap_max']
   routers = [name for name in outcomes[0].stats if name.startswith('router_')]
@@ -948,7 +969,7 @@ def _norms(outcomes: Sequence[Outcome]) -> dict[str, float]:
 def _masked_fraction(groups: Sequence[Group], tokens: float) -> float:
   """Share of the sampled tokens that were taken from the loss and its count."""
   sampled = sum(
-      np.count_nonzero(t.loss_mask) for g in groups for t in g.trajectories
+      np.count_nonzero(t.sampled) for g in groups for t in g.trajectories
   )
   return float(1 - tokens / sampled) if sampled else 0.0
 
@@ -959,7 +980,7 @@ def _mean_kl(
   """Mean of the KL that the rewards were charged for, nats a token."""
   trajectories = [t for group in groups for t in group.trajectories]
   charged = _kl_only(trajectories, looked, settings)
-  tokens = sum(np.count_nonzero(t.loss_mask) for t in trajectories)
+  tokens = sum(np.count_nonzero(t.sampled) for t in trajectories)
   total = sum(float(np.sum(c)) for c in charged)
   return -total / (settings.advantages.kl_coefficient * max(1, tokens))
 

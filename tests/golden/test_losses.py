@@ -186,7 +186,7 @@ def test_decoupled_loss_is_that_of_areal(case):
     )
   if 'stat_behave_imp_weight' in outputs:
     np.testing.assert_allclose(
-        stats['importance_weight_sum'],
+        stats['used_weight_sum'],
         outputs['stat_behave_imp_weight'][kept].sum(),
         **_CLOSE,
     )

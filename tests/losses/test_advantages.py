@@ -36,7 +36,7 @@ def test_normalised_in_the_group_by_hand():
   result = _normalize(_GROUP)
   expected = [-1.0, -2 / np.sqrt(8), 0.0, 2 / np.sqrt(8), 1.0]
   np.testing.assert_allclose(result, expected, rtol=1e-6)
-  assert result.dtype == np.float32
+  assert result.dtype == np.float64  # rounded once, at the end
 
 
 def test_biased_std_divides_by_the_count():
@@ -316,7 +316,7 @@ def test_kl_in_the_reward_by_hand(kind, expected):
 
 
 def test_lengths_that_differ_are_refused():
-  with pytest.raises(ValueError, match='1 loss_masks with 2 rewards'):
+  with pytest.raises(ValueError, match='1 masks with 2 rewards'):
     advantages.token_advantages(AdvantageSettings(), [0.0, 1.0], [0, 0], [[1]])
 
 
@@ -417,3 +417,48 @@ def test_gae_with_lambda_one_is_return_minus_value():
 def test_wrong_settings_are_refused_by_name(values, field):
   with pytest.raises(config.ConfigError, match=field):
     config.resolve(AdvantageSettings(**values), 'advantages')
+
+
+@pytest.mark.parametrize('level', ['sequences', 'tokens'])
+def test_rewards_are_centred_before_they_are_rounded(level):
+  """1000 and 1000.00001 in float32 are one number."""
+  nothing = Normalization()
+  settings = AdvantageSettings(
+      **{
+          'sequences': nothing,
+          level: Normalization('group', 'group', epsilon=1e-6),
+      }
+  )
+  masks = [np.ones(2), np.ones(2)]
+  found = advantages.token_advantages(
+      settings, np.array([1000.0, 1000.00001]), np.zeros(2, int), masks
+  ).advantages
+  std = 5e-6 * np.sqrt(2 if level == 'sequences' else 4 / 3)
+  wanted = 5e-6 / (std + 1e-6)
+  if level == 'sequences':
+    np.testing.assert_allclose(wanted, 0.6195, atol=1e-4)
+  np.testing.assert_allclose(found, [[-wanted] * 2, [wanted] * 2], rtol=1e-4)
+  assert found[0].dtype == np.float32
+
+
+def test_rounding_errors_of_rewards_are_no_difference():
+  """0.1 + 0.2 is not 0.3; without an epsilon the two would be ±0.7."""
+  rewards = np.array([0.1 + 0.2, 0.3])
+  settings = Normalization('group', 'group', epsilon=0.0)
+  np.testing.assert_array_equal(
+      advantages.normalize(rewards, np.zeros(2, int), settings), 0.0
+  )
+  assert advantages.fraction_zero_variance(rewards, np.zeros(2, int)) == 1.0
+
+
+def test_tokens_left_out_of_the_loss_count_in_what_an_answer_is_worth():
+  """A discount and a penalty by length see all that was sampled."""
+  settings = AdvantageSettings(
+      sequences=Normalization(),
+      gamma=0.5,
+      length_penalty=LengthPenalty(longest=4, buffer=2, factor=8.0),
+  )
+  (found,) = advantages.token_advantages(
+      settings, np.array([16.0]), np.zeros(1, int), [np.array([0, 1, 1, 1, 1])]
+  ).advantages
+  np.testing.assert_allclose(found, [0.0, 1.0, 2.0, 4.0, 8.0])

@@ -115,7 +115,8 @@ def test_a_rule_cuts_the_weight_down():
   )
   np.testing.assert_allclose(loss, -(2.0 + 5.0), rtol=1e-6)
   assert stats['importance_capped_sum'] == 1
-  np.testing.assert_allclose(stats['importance_weight_max'], 5.0)
+  np.testing.assert_allclose(stats['used_weight_max'], 5.0)
+  np.testing.assert_allclose(stats['importance_weight_max'], 8.0, rtol=1e-6)
 
 
 def test_equals_the_first_form_of_the_paper():
@@ -471,7 +472,8 @@ def test_rejected_tokens_leave_the_loss_and_not_the_denominator():
   )
   np.testing.assert_allclose(loss, -(1 + 1.5) / 4, rtol=1e-6)
   assert stats['rejected_sum'] == 2 and stats['tokens_sum'] == 4
-  np.testing.assert_allclose(stats['importance_weight_sum'], 2.5, rtol=1e-6)
+  np.testing.assert_allclose(stats['used_weight_sum'], 2.5, rtol=1e-6)
+  np.testing.assert_allclose(stats['importance_weight_sum'], 9.5, rtol=1e-6)
 
 
 def test_second_moment_mask_by_hand():
@@ -762,3 +764,123 @@ def test_wrong_settings_are_refused_by_name(values, field):
 def test_resolved_settings_serve_as_the_open_ones_do():
   frozen = config.resolve(PolicyLoss(clip_high=0.28), 'loss')
   assert _four_tokens(frozen)[0] == _four_tokens(PolicyLoss(clip_high=0.28))[0]
+
+
+@pytest.mark.parametrize('raw', [4.0, 1e8])
+def test_raw_weights_are_told_beside_those_that_a_clamp_left(raw):
+  settings = PolicyLoss(weight_rules=(WeightRule(action='clamp', upper=2.0),))
+  _, stats = _loss(
+      settings, logps=np.zeros(2), behavior_logps=[0.0, -np.log(raw)]
+  )
+  np.testing.assert_allclose(stats['importance_weight_max'], raw, rtol=1e-5)
+  np.testing.assert_allclose(stats['importance_weight_sum'], 1 + raw, rtol=1e-5)
+  np.testing.assert_allclose(stats['used_weight_max'], 2.0)
+  np.testing.assert_allclose(stats['used_weight_squared_sum'], 5.0)
+
+
+# The KL term on tokens of an older policy, by exact expectation: each token of
+# a small vocabulary counts with the probability that the older policy gives it.
+_VOCABULARY = 6
+_RANDOM = np.random.default_rng(3)
+_REFERENCE, _OLDER, _START, _NOW = _RANDOM.normal(size=(4, _VOCABULARY))
+
+
+def _expected_gradient(settings, now, start, older):
+  """∇ of the loss over all tokens of `older`, with no advantage anywhere."""
+  log = lambda x: jax.nn.log_softmax(jnp.asarray(x, jnp.float32))
+  behavior = log(older)
+
+  def loss(logits):
+    per_token = lambda token: policy.policy_loss(
+        log(logits)[token].reshape(1, 1),
+        log(start)[token].reshape(1, 1),
+        behavior[token].reshape(1, 1),
+        jnp.zeros((1, 1)),
+        jnp.ones((1, 1)),
+        denominator=1.0,
+        settings=settings,
+        reference_logps=log(_REFERENCE)[token].reshape(1, 1),
+    )[0]
+    losses = jax.vmap(per_token)(jnp.arange(_VOCABULARY))
+    return jnp.sum(jnp.exp(behavior) * losses)
+
+  return np.asarray(jax.jit(jax.grad(loss))(jnp.asarray(now, jnp.float32)))
+
+
+def _true_gradient(kind, now):
+  """∇ KL(π ‖ reference) for k2, ∇ KL(reference ‖ π) for k3."""
+
+  def divergence(logits):
+    own, other = jax.nn.log_softmax(logits), jax.nn.log_softmax(_REFERENCE)
+    first, second = (own, other) if kind == 'k2' else (other, own)
+    return jnp.sum(jnp.exp(first) * (first - second))
+
+  return np.asarray(jax.grad(divergence)(jnp.asarray(now, jnp.float32)))
+
+
+def _cosine_and_norm(one, other):
+  lengths = np.linalg.norm(one), np.linalg.norm(other)
+  return one @ other / np.prod(lengths), lengths[0] / lengths[1]
+
+
+@pytest.mark.parametrize('kind', ['k2', 'k3'])
+@pytest.mark.parametrize('proximal', ['exact', 'behavior'])
+@pytest.mark.parametrize('updates', [0, 1], ids=['first', 'later'])
+def test_gradient_of_the_kl_on_stale_tokens_is_that_of_the_kl(
+    kind, proximal, updates
+):
+  start = _NOW if updates == 0 else _START
+  settings = PolicyLoss(kl_coefficient=1.0, kl_kind=kind, proximal=proximal)
+  found = _expected_gradient(settings, _NOW, start, _OLDER)
+  cosine, norm = _cosine_and_norm(found, _true_gradient(kind, _NOW))
+  np.testing.assert_allclose([cosine, norm], [1.0, 1.0], rtol=1e-4)
+
+
+@pytest.mark.parametrize('kind', ['k2', 'k3'])
+def test_a_kl_without_the_weight_is_seen_on_stale_tokens(kind):
+  """The planted fault: `weight_level` 'none' leaves π_prox / π_behav out."""
+  settings = PolicyLoss(kl_coefficient=1.0, kl_kind=kind, weight_level='none')
+  found = _expected_gradient(settings, _NOW, _NOW, _OLDER)
+  cosine, norm = _cosine_and_norm(found, _true_gradient(kind, _NOW))
+  assert cosine < 0.95 or abs(norm - 1) > 0.05
+
+
+def test_rejected_tokens_have_no_part_in_the_kl():
+  settings = PolicyLoss(
+      kl_coefficient=1.0, kl_kind='k2', weight_rules=(WeightRule(upper=2.0),)
+  )
+  loss, stats = _loss(
+      settings,
+      logps=[-1.0, -1.0],
+      behavior_logps=[-1.0, -3.0],
+      reference_logps=jnp.array([-2.0, -2.0]),
+      advantages=jnp.zeros(2),
+  )
+  np.testing.assert_allclose(loss, 0.5, rtol=1e-6)
+  np.testing.assert_allclose(stats['reference_kl_sum'], 0.5, rtol=1e-6)
+
+
+def test_tokens_at_which_k3_has_no_gradient_are_counted():
+  arrays = dict(
+      logps=[-25.0, -21.0, -1.0, -30.0],
+      reference_logps=jnp.array([-1.0, -1.0, -1.0, -1.0]),
+      advantages=jnp.zeros(4),
+      mask=jnp.array([1, 1, 1, 0]),
+  )
+  k3 = PolicyLoss(kl_coefficient=1.0, kl_kind='k3')
+  _, stats = _loss(k3, **arrays)
+  assert stats['reference_saturated_sum'] == 2
+  gradient = jax.grad(lambda x: _loss(k3, **dict(arrays, logps=x))[0])(
+      jnp.asarray(arrays['logps'])
+  )
+  np.testing.assert_array_equal(gradient, 0.0)
+  _, stats = _loss(PolicyLoss(kl_coefficient=1.0, kl_kind='k2'), **arrays)
+  assert stats['reference_saturated_sum'] == 0
+
+
+def test_k1_in_the_loss_is_refused_with_the_place_where_it_belongs():
+  with pytest.raises(
+      config.ConfigError, match="kl_kind.*k1.*train.advantages.kl_kind='k1'"
+  ):
+    PolicyLoss(kl_coefficient=0.1, kl_kind='k1').validate('config.train.loss')
+  PolicyLoss(kl_kind='k1').validate('config.train.loss')  # nothing uses it

@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 
 from areal_jax.config import ConfigError
+from areal_jax.losses.advantages import (
+    AdvantageSettings,
+    LengthPenalty,
+    Normalization,
+)
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh import slices
 from areal_jax.mesh.rules import Rules
@@ -363,11 +368,9 @@ def test_optimizer_on_the_host_between_steps_changes_no_bit(
   )
 
 
-def test_zero_variance_batch_is_idle_and_training_goes_on(restart):
-  """CASES A5, with a KL term and weight decay that would act."""
-  restart.step(batch())
-  before = jax.device_get(restart.state)
-  flat = [
+def flat_batch(first):
+  """A batch whose rewards are all equal, so no token has an advantage."""
+  return [
       dataclasses.replace(
           g,
           trajectories=tuple(
@@ -375,9 +378,103 @@ def test_zero_variance_batch_is_idle_and_training_goes_on(restart):
               for t in g.trajectories
           ),
       )
-      for g in batch(4)
+      for g in batch(first)
   ]
-  metrics = restart.step(flat)
+
+
+def test_kl_is_trained_where_no_token_has_an_advantage(restart):
+  """Once the policy has left its reference, the KL has a gradient alone."""
+  metrics = restart.step(flat_batch(0))
+  assert metrics['skipped_steps'] == 2  # the policy still is its reference
+  restart.step(batch(4))
+  metrics = restart.step(batch(8))
+  assert metrics['kl_reference'] > 0
+  before = leaves(restart)
+  metrics = restart.step(flat_batch(12))
+  assert metrics['zero_variance_fraction'] == 1.0
+  assert metrics['skipped_steps'] == 2
+  assert metrics['gradient_norm'] > 0 and metrics['update_norm'] > 0
+  assert any((a != b).any() for a, b in zip(before, leaves(restart)))
+
+
+@pytest.mark.parametrize(
+    ('changes', 'balances', 'teaches'),
+    [
+        (dict(loss=PolicyLoss()), False, False),
+        (dict(loss=PolicyLoss(kl_coefficient=0.5)), False, True),
+        (dict(loss=PolicyLoss(entropy_coefficient=0.1)), False, True),
+        (dict(loss=PolicyLoss()), True, True),
+        (
+            dict(loss=PolicyLoss(kl_coefficient=0.5), mask_truncated=True),
+            False,
+            False,  # every answer is masked: there is no token to learn from
+        ),
+    ],
+    ids=['nothing', 'kl', 'entropy', 'balance', 'no token'],
+)
+def test_every_term_of_the_loss_teaches(changes, balances, teaches):
+  groups = flat_batch(0)
+  if changes.get('mask_truncated'):
+    groups = [
+        dataclasses.replace(
+            g,
+            trajectories=tuple(
+                answer(t.draw_index, t.sample, 0.3, [0], StopReason.LENGTH)
+                for t in g.trajectories
+            ),
+        )
+        for g in groups
+    ]
+  settings = dataclasses.replace(SETTINGS, minibatches=1, **changes)
+  (part,) = trainer_lib.prepare(groups, settings, balances=balances)
+  assert part.teaches is teaches
+
+
+@pytest.mark.parametrize('why', ['fresh', 'stale', 'truncated'])
+def test_length_penalty_does_not_depend_on_what_is_trained(why):
+  """50 and 100 tokens, penalty (100, 20): rewards 1 and 0, so ±0.5."""
+  settings = dataclasses.replace(
+      SETTINGS,
+      minibatches=1,
+      mask_truncated=True,
+      packing=PackingSettings(row_tokens=128, rows=2),
+      advantages=AdvantageSettings(
+          length_penalty=LengthPenalty(longest=100, buffer=20),
+          sequences=Normalization('group'),
+      ),
+  )
+  stop = StopReason.LENGTH if why == 'truncated' else StopReason.STOP
+  versions = [3] * 40 + [5] * 60
+  members = (answer(0, 0, 1.0, [5] * 50), answer(0, 1, 1.0, versions, stop))
+  group = dataclasses.replace(batch()[0], trajectories=members)
+  if why == 'stale':
+    group = trainer_lib.mask_stale(group, 5, 1)
+    assert group.trajectories[1].loss_mask.sum() == 60
+  (part,) = trainer_lib.prepare([group], settings)
+  (microbatch,) = part.microbatches
+  trained = {'fresh': 100, 'stale': 60, 'truncated': 0}[why]
+  assert part.tokens == 50 + trained
+  for sample, wanted in ((50, 0.5), (100, -0.5)):
+    rows = microbatch.segment_ids
+    place = [
+        (row, segment)
+        for row in range(len(rows))
+        for segment in set(rows[row]) - {0}
+        if (rows[row] == segment).sum() == sample + 2
+    ]
+    ((row, segment),) = place
+    advantages = microbatch.advantages[row][rows[row] == segment]
+    np.testing.assert_allclose(advantages[2:], wanted, rtol=1e-6)
+
+
+def test_zero_variance_batch_is_idle_and_training_goes_on(parts):
+  """CASES A5, with weight decay that would act."""
+  mesh, rules, params = parts
+  settings = dataclasses.replace(SETTINGS, loss=PolicyLoss())
+  restart = Trainer(CONFIG, settings, mesh, rules, params())
+  restart.step(batch())
+  before = jax.device_get(restart.state)
+  metrics = restart.step(flat_batch(4))
   assert metrics['zero_variance_fraction'] == 1.0
   assert metrics['skipped_steps'] == 2
   assert restart.version == 2
