@@ -216,6 +216,11 @@ class RolloutSettings:
       matrices, which takes memory for whole versions, or run both side by side,
       which takes a product more in each adapted projection.
     wait_s: longest time that training waits for a batch.
+    group_s: seconds that the answers of a group may take, those left out in
+      which an engine or a verifier works for the group: a long answer is not a
+      workflow that hangs. What is still missing then is an unfinished answer,
+      see `failures.unfinished`. 0 for half of `wait_s`, so that a group that is
+      dropped can be replaced before training gives up.
     engine: shapes of one engine.
   """
 
@@ -237,6 +242,7 @@ class RolloutSettings:
   dtype: Literal['', 'float32', 'bfloat16'] = ''
   merge_adapters: bool = False
   wait_s: float = 600.0
+  group_s: float = 0.0
   engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
 
   def validate(self, at: str) -> None:
@@ -279,6 +285,8 @@ class RolloutSettings:
             ' batch is ever complete')  # fmt: skip
     require(0 < self.wait_s < math.inf, f'{at}.wait_s', self.wait_s,
             'more than 0 and finite: no wait is without end')  # fmt: skip
+    require(0 <= self.group_s < math.inf, f'{at}.group_s', self.group_s,
+            'at least 0 and finite: a workflow may hang')  # fmt: skip
     longest = self.engine.max_prompt_length + self.max_new_tokens
     require(
         longest <= self.engine.max_length,
@@ -304,6 +312,11 @@ class RolloutSettings:
     That is what eta = 0 means for the devices.
     """
     return self.eta == 0
+
+  @property
+  def group_limit_s(self) -> float:
+    """Seconds of `group_s`, worked out where it is 0."""
+    return self.group_s or self.wait_s / 2
 
 
 @dataclasses.dataclass
@@ -554,6 +567,15 @@ def cautions(settings: Experiment) -> list[str]:
         'config.train.loss: the ratio is that of a sequence and weights or'
         ' rules are those of tokens; all tokens of a sequence are worth the'
         ' same, so what is cut from one token is made up by the others'
+    )
+  failures = settings.failures
+  tries = 1 + failures.retries * (failures.unfinished == 'retry')
+  waits = rollout.eta == 0 or rollout.staleness == 'fifo'
+  if waits and tries * rollout.group_limit_s >= rollout.wait_s:
+    found.append(
+        'config.rollout.group_s: an answer that hangs is given up after'
+        f' {tries} times {rollout.group_limit_s:g} s, and training, which waits'
+        f' for its group, gives up after wait_s={rollout.wait_s:g} s'
     )
   if rollout.dynamic_sampling and not _compares_in_group(advantages):
     found.append(

@@ -95,6 +95,7 @@ from areal_jax.types import (
     DropReason,
     Group,
     Problem,
+    Purpose,
     RewardResult,
     RewardStatus,
     Trajectory,
@@ -339,6 +340,10 @@ class Session:
     self._counted: dict[str, int] = {}  # results of scoring, last row's
     self._reward_failed = False  # as far as it was told
     self._printed = False  # by the reward, as far as it was told
+    # Answers of a draw that are being scored; on the controller's event loop.
+    self._scoring: collections.Counter[tuple[Purpose, int]] = (
+        collections.Counter()
+    )
     self._stack = contextlib.ExitStack()
     self._compilations = CompilationCounter()
     self._progress = Progress(settings.steps)
@@ -439,7 +444,7 @@ class Session:
     for scorer in (self._scorer, self._judge):
       stack.callback(scorer.close)
     # Ended in the opposite order: engines before the event loop they answer.
-    self._async = AsyncThread('controller')
+    self._async = AsyncThread('controller', self._progress.note)
     stack.callback(self._async.stop)
     self._test_reward()
     self._rollout = self._build_rollout()
@@ -729,7 +734,10 @@ class Session:
     finally:
       book.stop()
       self._watchdog.at('gives up what is under way')
-      self._async.run(controller.stop(), timeout_s=60)
+      for left in self._async.run(
+          controller.stop(), timeout_s=60, explain=self._async.explain
+      ):
+        self._progress.note(f'left behind, it does not end: {left}')
     self._watchdog.at('waits for the engines to end')
     self._rollout.stop()
     self._watchdog.at('waits for the evaluation that runs')
@@ -1088,12 +1096,24 @@ class Session:
   async def _score(
       self, scorer: Scorer, lane: str, draw: Draw, text: str
   ) -> RewardResult:
-    with self._events.span(
-        'reward', lane, draw_index=draw.draw_index
-    ) as fields:
-      result = await self._told(scorer, draw.problem, text)
-      fields['status'] = result.status.value
+    key = (draw.purpose, draw.draw_index)
+    self._scoring[key] += 1
+    try:
+      with self._events.span(
+          'reward', lane, draw_index=draw.draw_index
+      ) as fields:
+        result = await self._told(scorer, draw.problem, text)
+        fields['status'] = result.status.value
+    finally:
+      self._scoring[key] -= 1
+      if not self._scoring[key]:
+        del self._scoring[key]
     return result
+
+  def _served(self, draw: Draw) -> bool:
+    """Whether an engine or the verifier works for a draw at the moment."""
+    key = (draw.purpose, draw.draw_index)
+    return key in self._scoring or self._rollout.client.serves(*key)
 
   def _build_controller(self) -> Controller:
     rollout = self._settings.rollout
@@ -1105,6 +1125,8 @@ class Session:
         group_size=rollout.group_size,
         max_running=self._prepared.max_running,
         max_ready=rollout.max_ready,
+        group_s=rollout.group_limit_s,
+        served=self._served,
         clock=time.monotonic,
         observe=lambda kind, draw_index, **fields: self._events.instant(
             kind, 'data', draw_index=draw_index, **fields
@@ -1131,6 +1153,7 @@ class Session:
         'trained': flow.trained,
         'dropped': sum(flow.dropped.values()),
         'dropped_uninformative': flow.dropped[DropReason.UNINFORMATIVE],
+        'dropped_unfinished': flow.dropped[DropReason.UNFINISHED],
         'dropped_stale': flow.dropped[DropReason.STALE],
         'dropped_tokens': controller.costs.dropped_tokens,
         'length_bias': controller.costs.length_bias,
@@ -1144,6 +1167,7 @@ class Session:
         'reward_unparseable_fraction': (
             scored['unparseable'] / max(1, sum(scored.values()))
         ),
+        'unfinished_members': controller.unfinished_members,
         'retried_members': controller.retried_members,
         **self._engine_deaths,
         'silences': self._watchdog.told,
@@ -1264,6 +1288,7 @@ class Session:
         'ready_pauses': controller.ready_pauses,
         'events_lost': self._events.lost,
         'failed_members': controller.failed_members,
+        'unfinished_members': controller.unfinished_members,
         'retried_members': controller.retried_members,
         **self._engine_deaths,
         'silences': self._watchdog.told,

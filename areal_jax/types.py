@@ -42,6 +42,7 @@ class DropReason(str, enum.Enum):
 
   STALE = 'stale'  # its oldest token is older than the bound
   FAILED = 'failed'  # no member of the group has a score
+  UNFINISHED = 'unfinished'  # the same, and a member was given up
   UNINFORMATIVE = 'uninformative'  # all scores are equal: nothing to compare
 
 

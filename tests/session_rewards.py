@@ -24,6 +24,13 @@ def hangs_in_training(problem, text):
   return ones(problem, text)
 
 
+def seldom_parses(problem, text):
+  """Finds nothing to score in most answers."""
+  if zlib.crc32(text.encode()) % 4:
+    return None
+  return ones(problem, text)
+
+
 def always_raises(problem, text):
   raise LookupError('the verifier is not installed')
 

@@ -40,7 +40,7 @@ from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.evaluation import EvaluationSettings
 from areal_jax.rollout.failures import TooManyFailures
 from areal_jax.rollout.loop import EngineLoop, EngineStopped
-from areal_jax.rollout.workflow import answer_of, trajectory
+from areal_jax.rollout.workflow import SingleTurn, answer_of, trajectory
 from areal_jax.telemetry import programs, run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.tokenizer.sentencepiece_tokenizer import (
@@ -54,6 +54,7 @@ from areal_jax.train.trainer import Pending, Trainer, TrainSettings
 from areal_jax.types import (
     Completion,
     Group,
+    Purpose,
     Request,
     RewardResult,
     RewardStatus,
@@ -857,7 +858,7 @@ def test_reward_that_always_fails_ends_the_run_with_its_reason(tmp_path):
 
 
 def test_stalled_wait_says_who_waits_for_whom(tmp_path, monkeypatch):
-  settings = experiment(tmp_path, rollout__wait_s=5.0)
+  settings = experiment(tmp_path, rollout__wait_s=5.0, rollout__group_s=60.0)
 
   async def never(self, request):
     await asyncio.Event().wait()
@@ -913,10 +914,10 @@ def test_engine_that_dies_ends_the_wait_for_it_and_the_run_if_so_set(
   order = []
   ended, hand_out = EngineLoop._ended, Trainer.hand_out
 
-  def died(self, thread):
-    if thread.exception() is not None:
+  def died(self, kind, cause, trace):
+    if cause is not None:
       order.append('death')
-    ended(self, thread)
+    return ended(self, kind, cause, trace)
 
   def handed_out(self, groups):
     order.append('step')
@@ -930,6 +931,57 @@ def test_engine_that_dies_ends_the_wait_for_it_and_the_run_if_so_set(
     )
   assert 'went away' in str(caught.value) + str(caught.value.__cause__)
   assert order == ['step'] * (len(order) - 1) + ['death']
+
+
+@pytest.mark.parametrize('eta', [0.0, 1.0])
+@pytest.mark.parametrize('how', ['hangs', 'is cancelled'])
+def test_answer_that_never_comes_ends_no_run_and_is_counted(
+    tmp_path, monkeypatch, how, eta
+):
+  """One answer of every fourth group, from the first step on."""
+  call = SingleTurn.__call__
+
+  async def ends_quietly(self, draw, sample, version):
+    train = draw.purpose is Purpose.TRAIN
+    if train and draw.draw_index % 4 == 0 and sample == 1:
+      if how == 'is cancelled':
+        raise asyncio.CancelledError
+      await asyncio.Event().wait()
+    return await call(self, draw, sample, version)
+
+  monkeypatch.setattr(SingleTurn, '__call__', ends_quietly)
+  # Under fifo as many are trained whatever comes first.
+  result = session.run(
+      experiment(
+          tmp_path,
+          rollout__eta=eta,
+          rollout__staleness='fifo',
+          rollout__group_s=0.2,
+      )
+  )
+  summary = result.summary
+  assert summary['trained'] == 16 and summary['unfinished_members'] >= 4
+  assert summary['failed_members'] >= 4
+  flow = summary['trained'] + summary['dropped'] + summary['in_flight']
+  assert summary['drawn'] == flow
+  rows = rows_of(result, run_folder.METRICS)
+  assert rows[-2]['unfinished_members'] >= 3
+  kinds = [row['kind'] for row in rows_of(result, run_folder.EVENTS)]
+  assert kinds.count('unfinished') == summary['unfinished_members']
+
+
+def test_answers_that_do_not_parse_are_cautioned_against_and_end_no_run(
+    tmp_path, capsys
+):
+  made = experiment(tmp_path, failures__breaker_answers=16)
+  made.failures.breaker_ratio = 0.5
+  made.reward.function = 'tests.session_rewards:seldom_parses'
+  result = session.run(made)
+  assert result.summary['trained'] == 16
+  said = capsys.readouterr().err
+  assert 'caution: reward_unparseable_fraction is' in said
+  assert 'answers that the verifier cannot read are not trained' in said
+  assert 'reward_unparseable_fraction' in result.summary['unhealthy']
 
 
 @pytest.mark.parametrize('kind', ['rollout', 'evaluation'])

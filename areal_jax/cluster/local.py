@@ -16,6 +16,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
+import sys
 import threading
 import time
 from typing import Any, Callable, Coroutine, TypeVar
@@ -28,7 +30,12 @@ from areal_jax.rollout import memory
 from areal_jax.rollout.client import EngineClient
 from areal_jax.rollout.engine import Engine, EngineSettings
 from areal_jax.rollout.evaluator import Evaluator
-from areal_jax.rollout.loop import EngineLoop, SwapMode, require_living
+from areal_jax.rollout.loop import (
+    EngineLoop,
+    SwapMode,
+    require_living,
+    stop_all,
+)
 from areal_jax.telemetry.events import EventLog
 from areal_jax.tokenizer.base import Tokenizer
 from areal_jax.weights import Publisher, Target
@@ -38,6 +45,7 @@ AsyncFuture = concurrent.futures.Future
 
 _LOOK_SECONDS = 0.5  # how often a wait looks whether an engine has died
 _CALL_SECONDS = 60.0  # for a plain function on an event loop
+_STOP_SECONDS = 30.0  # for the tasks of an event loop to end in
 
 
 class Stalled(TimeoutError):
@@ -45,14 +53,29 @@ class Stalled(TimeoutError):
 
 
 class AsyncThread:
-  """An asyncio event loop in a thread of its own."""
+  """An asyncio event loop in a thread of its own.
 
-  def __init__(self, name: str):
+  Args:
+    name: of the thread.
+    tell: called with what a reader of the run should know; None to print it to
+      standard error.
+  """
+
+  def __init__(self, name: str, tell: Callable[[str], None] | None = None):
     self._loop = asyncio.new_event_loop()
-    self._thread = threading.Thread(
-        target=self._loop.run_forever, name=name, daemon=True
-    )
+    self._tell = tell or functools.partial(print, file=sys.stderr)
+    self._ended_by: BaseException | None = None
+    self._winding_up: AsyncFuture[list[str]] | None = None  # by `stop`
+    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
     self._thread.start()
+
+  def _run(self) -> None:
+    try:
+      self._loop.run_forever()
+    except (SystemExit, KeyboardInterrupt) as error:
+      # asyncio lets these two of a task through; all others stay in their task.
+      self._ended_by = error
+      self._loop.run_until_complete(_cancel_others(_STOP_SECONDS))
 
   def run(
       self,
@@ -84,7 +107,7 @@ class AsyncThread:
       check: called every half second in this thread; may raise.
 
     Raises:
-      Stalled: it took longer.
+      Stalled: it took longer, or the event loop has ended.
     """
     end = time.monotonic() + timeout_s
     try:
@@ -93,8 +116,11 @@ class AsyncThread:
         done, _ = concurrent.futures.wait(
             [future], max(0.0, min(_LOOK_SECONDS, left))
         )
-        if done:
+        if done and not future.cancelled():
           return future.result()
+        self._require_alive()
+        if done:
+          return future.result()  # somebody else has cancelled it
         check()
         if time.monotonic() >= end:
           # Here and not on the loop: the loop may be what hangs.
@@ -104,42 +130,104 @@ class AsyncThread:
       future.cancel()
 
   def spawn(self, coroutine: Coroutine[Any, Any, T]) -> AsyncFuture[T]:
-    """Starts a coroutine on the loop and returns at once."""
+    """Starts a coroutine on the loop and returns at once.
+
+    Raises:
+      Stalled: the event loop has ended.
+    """
+    try:
+      self._require_alive()
+    except Stalled:
+      coroutine.close()  # nobody will await it
+      raise
     return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
   def call(self, function: Callable[..., T], *arguments: Any) -> T:
     """Runs a plain function on the loop and returns its result.
 
     Raises:
-      Stalled: the loop does not come to it for a minute.
+      Stalled: the loop does not come to it for a minute, or has ended.
     """
 
     async def once() -> T:
       return function(*arguments)
 
+    answer = self.spawn(once())
     try:
-      return self.spawn(once()).result(_CALL_SECONDS)
+      return answer.result(_CALL_SECONDS)
     except concurrent.futures.TimeoutError as error:
       raise Stalled(
           f'the event loop {self._thread.name!r} has not answered for'
           f' {_CALL_SECONDS:g} s: a call on it does not return'
+          f' ({self.explain()})'
       ) from error
 
-  def stop(self) -> None:
-    """Cancels what still runs on the loop, lets it wind up, ends the loop."""
-    # On its own thread: a notebook's thread has a running loop of its own.
-    self.spawn(_cancel_others()).result()
-    self._loop.call_soon_threadsafe(self._loop.stop)
-    self._thread.join()
-    self._loop.close()
+  def explain(self) -> str:
+    """The task that the loop is at; any thread may ask."""
+    task = asyncio.current_task(self._loop)
+    return 'it is at no task' if task is None else f'it is at {_place(task)}'
+
+  def _require_alive(self) -> None:
+    name, why = self._thread.name, self._ended_by
+    if why is not None or not self._thread.is_alive():
+      reason = 'it was stopped' if why is None else f'{type(why).__name__}'
+      raise Stalled(f'the event loop {name!r} has ended: {reason}') from why
+
+  def stop(self, limit_s: float = _STOP_SECONDS) -> None:
+    """Cancels what still runs on the loop, lets it wind up, ends the loop.
+
+    A task that swallows its cancellation is left behind and told by name, and
+    so is a loop that a task never gives back. Nobody waits for them: the thread
+    is a daemon.
+
+    Args:
+      limit_s: seconds for the tasks to end in.
+    """
+    name = self._thread.name
+    if self._ended_by is None and self._thread.is_alive():
+      # On its own thread: a notebook's thread has a running loop of its own.
+      winding_up = self._winding_up
+      if winding_up is None or winding_up.done():
+        winding_up = self._winding_up = self.spawn(_cancel_others(limit_s))
+      done, _ = concurrent.futures.wait([winding_up], 2 * limit_s)
+      if not done:
+        self._tell(
+            f'the event loop {name!r} is left behind, it has not answered for'
+            f' {2 * limit_s:g} s: {self.explain()}'
+        )
+        return
+      left = winding_up.result()
+      for place in left:
+        self._tell(
+            f'left behind, it was cancelled {limit_s:g} s ago and has not'
+            f' ended: {place}'
+        )
+      if left:
+        return  # their loop goes on with them
+      self._loop.call_soon_threadsafe(self._loop.stop)
+    self._thread.join(limit_s)
+    if not self._thread.is_alive():
+      self._loop.close()
 
 
-async def _cancel_others() -> None:
-  """Cancels all other tasks of the loop and waits until they have ended."""
+async def _cancel_others(limit_s: float) -> list[str]:
+  """Cancels all other tasks of the loop; those that do not end in time."""
   others = asyncio.all_tasks() - {asyncio.current_task()}
+  if not others:
+    return []
   for task in others:
     task.cancel()
-  await asyncio.gather(*others, return_exceptions=True)
+  _, left = await asyncio.wait(others, timeout=limit_s)
+  return sorted(map(_place, left))
+
+
+def _place(task: asyncio.Task) -> str:
+  """A task by name, with the line that it is at."""
+  frames = task.get_stack()
+  if not frames:
+    return task.get_name()
+  file, line = frames[-1].f_code.co_filename, frames[-1].f_lineno
+  return f'{task.get_name()} ({file}:{line})'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +274,8 @@ class Rollout:
     return sum(loop.engine.programs.done for loop in self.loops)
 
   def stop(self) -> None:
-    for loop in self.loops:
-      loop.stop()
+    """Ends all loops; see `EngineLoop.stop`."""
+    stop_all(self.loops)
 
   def close(self) -> None:
     """Gives up what is still to be compiled, when no loop runs any more."""

@@ -21,8 +21,15 @@ import math
 from typing import Any, Callable, Iterator, Mapping, Protocol
 
 from areal_jax.ledger import Ledger
-from areal_jax.rollout.failures import Breaker, FailureSettings
-from areal_jax.rollout.workflow import MemberFailed, Workflow
+from areal_jax.rollout.failures import (
+    Breaker,
+    Failed,
+    FailureSettings,
+    Kind,
+    Policy,
+    Unfinished,
+)
+from areal_jax.rollout.workflow import MemberFailed, Workflow, call_workflow
 from areal_jax.types import (
     Draw,
     DropReason,
@@ -32,6 +39,8 @@ from areal_jax.types import (
 )
 
 _SHOWN = 8  # of what an explanation lists
+_LOOKS = 8  # times in `group_s` that a running answer is looked at
+_STOP_SECONDS = 20.0  # for workflows to wind up in
 
 
 class Draws(Protocol):
@@ -144,6 +153,11 @@ class Controller:
     max_ready: no group starts while so many wait for training, so never more
       wait than it and those that were under way. At least the size of a batch,
       or none is ever complete.
+    group_s: seconds that the answers of a group may take, those left out in
+      which the group is `served`. Then the missing ones are given up.
+    served: whether somebody works for a draw who has a limit of his own, such
+      as an engine that samples for it or a verifier: a long answer is not
+      a workflow that hangs.
     observe: called with (kind, draw_index, fields) for the event log.
     failures: what becomes of answers that fail, and how many may; None for
       the settings as they come.
@@ -161,6 +175,8 @@ class Controller:
     costs: tokens by what became of them.
     failed_members: samples without a score so far.
     retried_members: times that a sample was tried again.
+    unfinished_members: times that a sample was given up because it took too
+      long or its workflow was cancelled by somebody else.
     answers: samples that came to an end, scored or not.
     ready_pauses: how often admission stopped for `max_ready` alone.
   """
@@ -176,6 +192,8 @@ class Controller:
       max_running: int,
       clock: Callable[[], float],
       max_ready: float = math.inf,
+      group_s: float = math.inf,
+      served: Callable[[Draw], bool] = lambda draw: False,
       observe: Callable[..., None] = lambda kind, draw_index, **fields: None,
       failures: FailureSettings | None = None,
       informative: Callable[[Group], bool] | None = None,
@@ -185,6 +203,7 @@ class Controller:
     self.costs = Costs()
     self.failed_members = 0
     self.retried_members = 0
+    self.unfinished_members = 0
     self.answers = 0
     self.ready_pauses = 0
     self._draws = draws
@@ -193,6 +212,8 @@ class Controller:
     self._group_size = group_size
     self._max_running = max_running
     self._max_ready = max_ready
+    self._group_s = group_s
+    self._served = served
     self._clock = clock
     self._observe = observe
     self._failures = failures or FailureSettings()
@@ -202,6 +223,9 @@ class Controller:
     self._uninformative = 0  # dropped since the last version
     self._admitted = 0  # since the last version
     self._running: dict[int, tuple[Draw, asyncio.Task]] = {}
+    # Calls of the workflow; also those that were given up and have not ended.
+    self._calls: set[asyncio.Task] = set()
+    self._stopping = False
     # Answers that each running group waits for; one while it is put together.
     self._missing: dict[int, int] = {}
     # The same by sample, and when the group was started.
@@ -255,17 +279,30 @@ class Controller:
 
   def start(self) -> None:
     """Starts to draw problems. Call it on the event loop."""
-    self._admission = asyncio.create_task(self._admit())
+    self._admission = asyncio.create_task(self._admit(), name='admission')
     self._admission.add_done_callback(self._task_done)
 
-  async def stop(self) -> None:
-    """Gives up what is running. Its draws stay in flight in the ledger."""
-    tasks = [task for _, task in self._running.values()]
+  async def stop(self, limit_s: float = _STOP_SECONDS) -> list[str]:
+    """Gives up what is running. Its draws stay in flight in the ledger.
+
+    Args:
+      limit_s: seconds after which tasks that were cancelled and have not ended
+        are left behind.
+
+    Returns:
+      What those were at, in words; empty if there are none.
+    """
+    self._stopping = True
+    tasks = {task for _, task in self._running.values()}
     if self._admission:
-      tasks.append(self._admission)
+      tasks.add(self._admission)
     for task in tasks:
-      task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+      task.cancel()  # a group cancels the calls of its workflow
+    tasks |= self._calls
+    if not tasks:
+      return []
+    _, left = await asyncio.wait(tasks, timeout=limit_s)
+    return sorted(task.get_name() for task in left)
 
   async def next_batch(self, groups: int) -> list[Group]:
     """Waits for `groups` groups and takes them into training.
@@ -369,7 +406,10 @@ class Controller:
     spent = spent and self._uninformative >= limit
     keep = self._informative is None or spent
     self._admitted += 1
-    task = asyncio.create_task(self._group(draw, self.ledger.version, keep))
+    task = asyncio.create_task(
+        self._group(draw, self.ledger.version, keep),
+        name=f'group of draw {draw.draw_index}',
+    )
     task.add_done_callback(self._task_done)
     self._running[draw.draw_index] = (draw, task)
     self._missing[draw.draw_index] = self._group_size
@@ -389,20 +429,22 @@ class Controller:
           for sample in range(self._group_size)
       ]
     outcomes = [task.result() for task in tasks]
+    failures = [o for o in outcomes if isinstance(o, Failed)]
     group = Group(
         draw=draw,
         size=self._group_size,
         trajectories=tuple(o for o in outcomes if isinstance(o, Trajectory)),
-        failed=tuple(o for o in outcomes if not isinstance(o, Trajectory)),
+        failed=tuple((o.sample, o.reason) for o in failures),
         admitted_version=version,
     )
+    unfinished = any(failed.kind == 'unfinished' for failed in failures)
     for held in (self._running, self._missing, self._members):
       del held[draw.draw_index]
-    self._finish(group, keep)
+    self._finish(group, keep, unfinished)
 
   async def _member(
       self, draw: Draw, sample: int, version: int
-  ) -> Trajectory | tuple[int, str]:
+  ) -> Trajectory | Failed:
     try:
       outcome = await self._tried(draw, sample, version)
     finally:
@@ -412,59 +454,103 @@ class Controller:
       self._missing[draw.draw_index] = max(1, missing - 1)
       if self._has_room():
         self._wake()
-    failed = not isinstance(outcome, Trajectory)
-    self._breaker.record(
-        f'draw {draw.draw_index} sample {sample}: {outcome[1]}'
-        if failed
-        else None
-    )
+    if isinstance(outcome, Failed):
+      place = f'draw {draw.draw_index} sample {sample}'
+      self._breaker.record(outcome.kind, f'{place}: {outcome.reason}')
+    else:
+      self._breaker.record(None)
     return outcome
 
   async def _tried(
       self, draw: Draw, sample: int, version: int
-  ) -> Trajectory | tuple[int, str]:
+  ) -> Trajectory | Failed:
     """Runs the workflow, again if the policy says so; what came of it."""
     for retry in range(self._failures.retries + 1):
       again = dataclasses.replace(draw, attempt=draw.attempt + retry)
-      # Policies are for whatever a workflow may raise, so it is looked at as a
-      # result; being cancelled ourselves still raises.
-      (outcome,) = await asyncio.gather(
-          self._workflow(again, sample, version), return_exceptions=True
-      )
-      if not isinstance(outcome, BaseException):
-        return outcome
-      policy, reason = self._policy(outcome)
+      call = await self._called(again, sample, version)
+      failure = self._failure_of(call)
+      if failure is None:
+        return call.result()
+      kind, policy = self._policy(failure)
+      reason = str(failure)
+      if kind == 'workflow':
+        reason = f'{type(failure).__name__}: {reason}'
+      if kind == 'unfinished':
+        self.unfinished_members += 1
+        self._observe('unfinished', draw.draw_index, sample=sample,
+                      reason=reason)  # fmt: skip
       if policy == 'stop':
-        outcome.add_note(f'in draw {draw.draw_index} sample {sample}')
-        raise outcome
+        failure.add_note(f'in draw {draw.draw_index} sample {sample}')
+        raise failure
       if policy == 'drop' or retry == self._failures.retries:
         break
       self.retried_members += 1
       self._observe('retry', draw.draw_index, sample=sample, reason=reason)
-    return sample, reason
+    return Failed(sample, kind, reason)
 
-  def _policy(self, failure: BaseException) -> tuple[str, str]:
-    """What becomes of an answer, and the reason that is told."""
+  async def _called(
+      self, draw: Draw, sample: int, version: int
+  ) -> asyncio.Task[Trajectory]:
+    """A call of the workflow: done, or cancelled at its time limit.
+
+    The call is a task of its own. So its CancelledError is not ours, and nobody
+    waits for one that swallows a cancellation.
+    """
+    call = call_workflow(self._workflow, draw, sample, version)
+    self._calls.add(call)
+    call.add_done_callback(self._call_done)
+    look = self._group_s / _LOOKS if self._group_s < math.inf else None
+    alone = 0  # looks in a row at which nobody served the draw
+    try:
+      while alone < _LOOKS and not call.done():
+        await asyncio.wait([call], timeout=look)
+        alone = 0 if self._served(draw) else alone + 1
+    finally:  # also where we are cancelled ourselves
+      if not call.done():
+        call.cancel()
+    return call
+
+  def _call_done(self, call: asyncio.Task) -> None:
+    self._calls.discard(call)
+    if not call.cancelled():
+      call.exception()  # has been looked at: nobody may wait any more
+
+  def _failure_of(self, call: asyncio.Task) -> BaseException | None:
+    """What a call failed with; None if there is a trajectory."""
+    if not call.done():
+      return Unfinished(
+          f'given up: no answer for {self._group_s:g} s (rollout.group_s) in'
+          ' which neither an engine nor a verifier worked for its group'
+      )
+    if call.cancelled():
+      return Unfinished('the workflow was cancelled from within')
+    return call.exception()
+
+  def _policy(self, failure: BaseException) -> tuple[Kind, Policy]:
+    """The kind of a failure, and what becomes of the answer."""
+    if isinstance(failure, Unfinished):
+      return 'unfinished', self._failures.unfinished
     if isinstance(failure, MemberFailed):
-      policy, said = self._failures.scoring, failure.trajectory
-      parsed = said and said.reward.status is not RewardStatus.UNPARSEABLE
-      # What the verifier cannot read it will not read the next time either.
-      return policy if parsed or said is None else 'drop', str(failure)
+      said = failure.trajectory
+      if said and said.reward.status is RewardStatus.UNPARSEABLE:
+        # What the verifier cannot read it will not read the next time either.
+        return 'unparseable', 'drop'
+      return 'scoring', self._failures.scoring
     if isinstance(failure, Exception):
-      reason = f'{type(failure).__name__}: {failure}'
-      return self._failures.workflow, reason
-    return 'stop', ''
+      return 'workflow', self._failures.workflow
+    return 'workflow', 'stop'
 
   def _has_room(self) -> bool:
     """Whether one group more may be under way."""
     missing = sum(self._missing.values())
     return missing <= (self._max_running - 1) * self._group_size
 
-  def _finish(self, group: Group, keep: bool) -> None:
+  def _finish(self, group: Group, keep: bool, unfinished: bool) -> None:
     self.failed_members += len(group.failed)
     if not group.trajectories:
       self._buffer.forget(group.draw_index)
-      self._drop(group, DropReason.FAILED, was='running')
+      reason = DropReason.UNFINISHED if unfinished else DropReason.FAILED
+      self._drop(group, reason, was='running')
     elif not (keep or self._informative(group)):
       self._uninformative += 1
       self._buffer.forget(group.draw_index)
@@ -491,7 +577,15 @@ class Controller:
     self._wake()
 
   def _task_done(self, task: asyncio.Task) -> None:
-    if not task.cancelled() and task.exception() is not None:
+    if task.cancelled():
+      if not self._stopping:
+        self._fail(
+            RuntimeError(
+                f'the task {task.get_name()!r} was cancelled, not by the'
+                ' controller; wanted: a workflow cancels its own tasks alone'
+            )
+        )
+    elif task.exception() is not None:
       self._fail(task.exception())
 
   def _fail(self, failure: BaseException) -> None:

@@ -24,8 +24,8 @@ from areal_jax.rollout.evaluation import (
     Vote,
     evaluation_of,
 )
-from areal_jax.rollout.loop import EngineLoop, require_living
-from areal_jax.rollout.workflow import MemberFailed, Workflow
+from areal_jax.rollout.loop import EngineLoop, require_living, stop_all
+from areal_jax.rollout.workflow import MemberFailed, Workflow, call_workflow
 from areal_jax.types import (
     Draw,
     Problem,
@@ -61,8 +61,8 @@ class Evaluator:
       loop.start()
 
   def stop(self) -> None:
-    for loop in self.loops:
-      loop.stop()
+    """Ends all loops; see `EngineLoop.stop`."""
+    stop_all(self.loops)
 
   def explain(self) -> str:
     """What each loop does and who waits for it, in lines."""
@@ -165,11 +165,18 @@ async def _answer(
     decode: Callable[[np.ndarray], str],
 ) -> Answer:
   """One answer, or the record of why there is none."""
-  detail = ''
+  detail, said = '', None
+  call = call_workflow(workflow, draw, sample, version)
   try:
-    said = await workflow(draw, sample, version)
+    await asyncio.wait([call])
+  finally:  # also where we are cancelled ourselves
+    call.cancel()
+  try:
+    said = call.result()
   except MemberFailed as failure:
     said, detail = failure.trajectory, str(failure)
+  except asyncio.CancelledError:
+    detail = 'the workflow was cancelled from within'
   if said is None:
     return Answer(
         draw.draw_index, draw.problem.id, draw.problem.source, sample,

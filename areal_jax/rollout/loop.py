@@ -48,11 +48,11 @@ evaluation does so beside training, and nothing is compiled twice.
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import threading
 import time
+import types
 from typing import Any, Callable, Iterator, Literal, Sequence
 
 import jax
@@ -76,6 +76,7 @@ Params = Any
 # Dispatches that a program for few slots would have served before it is worth
 # its compilation.
 _WORTH_COMPILING = 128
+_STOP_SECONDS = 600.0  # for a dispatch that is under way, or a compilation
 _SHOWN = 8  # slots that an explanation lists
 _NOTHING = 'nothing yet'
 _WAITS = 'waits for requests or weights'
@@ -256,8 +257,7 @@ class EngineLoop:
     self._paced_from: float | None = None  # when the last dispatch was read
     # Ended, their slots free again, and not answered yet.
     self._finished: list[tuple[Any, ...]] = []
-    self._executor: concurrent.futures.ThreadPoolExecutor | None = None
-    self._thread: concurrent.futures.Future | None = None
+    self._thread: threading.Thread | None = None
     self._failure: BaseException | None = None
     self.last_death = ''  # why the thread died last
     self._doing = (_NOTHING, time.monotonic())
@@ -281,11 +281,11 @@ class EngineLoop:
   # Called from other threads.
 
   def start(self) -> None:
-    self._executor = concurrent.futures.ThreadPoolExecutor(
-        1, thread_name_prefix=f'engine-{self.name}'
+    # A daemon: one that a device never comes back from keeps no process alive.
+    self._thread = threading.Thread(
+        target=self._main, name=f'engine-{self.name}', daemon=True
     )
-    self._thread = self._executor.submit(self._run)
-    self._thread.add_done_callback(self._ended)
+    self._thread.start()
 
   def submit(
       self,
@@ -344,14 +344,28 @@ class EngineLoop:
       self._forget = True
       self._wake.notify()
 
-  def stop(self) -> None:
-    """Ends the thread after the dispatch that is under way."""
+  def stop(self, limit_s: float = _STOP_SECONDS) -> None:
+    """Ends the thread after the dispatch that is under way.
+
+    Args:
+      limit_s: seconds for that dispatch.
+
+    Raises:
+      TimeoutError: it takes longer; says what the thread is at.
+    """
     with self._wake:
       self._stopping = True
       self._wake.notify()
+      thread = self._thread
     self.engine.programs.nudge()
-    if self._executor:
-      self._executor.shutdown(wait=True)
+    if thread is None:
+      return
+    thread.join(limit_s)
+    if thread.is_alive():
+      raise TimeoutError(
+          f'engine {self.name} has not ended after {limit_s:g} s:'
+          f' {self.explain()}'
+      )
 
   @property
   def load(self) -> int:
@@ -401,6 +415,11 @@ class EngineLoop:
     return '\n    '.join([head, *lines])
 
   # The thread.
+
+  def _main(self) -> None:
+    with contextlib.ExitStack() as stack:
+      stack.push(self._ended)  # hears of whatever `_run` raises
+      self._run()
 
   def _run(self) -> None:
     # What crosses between host and devices does so by a call that says it: a
@@ -980,16 +999,24 @@ class EngineLoop:
   ) -> None:
     self.events.record(kind, self._lane_of(part), start, duration, **about)
 
-  def _ended(self, thread: concurrent.futures.Future) -> None:
-    """Begins anew, or tells everyone who waits that nobody will answer."""
-    cause = thread.exception()
+  def _ended(
+      self,
+      kind: type[BaseException] | None,
+      cause: BaseException | None,
+      trace: types.TracebackType | None,
+  ) -> bool:
+    """Begins anew, or tells everyone who waits that nobody will answer.
+
+    Called as the `__exit__` of a context; the cause goes no further.
+    """
+    del kind, trace
     with self._wake:
       if cause is not None:
         self.counts.deaths += 1
         self.last_death = f'{type(cause).__name__}: {cause}'
         if not self._stopping and self.counts.deaths <= self.restarts:
           self._begin_anew()
-          return
+          return True
       self._stopping = True
       self._failure = cause
       # The last evaluation has the room of its cache, and of its weights.
@@ -1003,6 +1030,7 @@ class EngineLoop:
     error.__cause__ = cause
     for running in waiting:
       running.answer(error)
+    return True
 
   def _tell_death(self, kind: str) -> None:
     self.events.instant(
@@ -1022,8 +1050,14 @@ class EngineLoop:
     self._slots = [None] * len(self._slots)
     self.counts.restarted_tokens += sum(map(len, running))
     self._queue.extendleft(self._anew(r) for r in reversed(running))
-    self._thread = self._executor.submit(self._run)
-    self._thread.add_done_callback(self._ended)
+    self.start()
+
+
+def stop_all(loops: Sequence[EngineLoop]) -> None:
+  """Ends every loop, whatever another one raises; see `EngineLoop.stop`."""
+  with contextlib.ExitStack() as stack:
+    for loop in loops:
+      stack.callback(loop.stop)
 
 
 def require_living(loops: Sequence[EngineLoop], evicts: bool) -> None:

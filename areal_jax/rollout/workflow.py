@@ -7,6 +7,7 @@ than those that the completion carries.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Awaitable, Callable, Protocol
 
@@ -49,6 +50,29 @@ class Workflow(Protocol):
       self, draw: Draw, sample: int, admitted_version: int
   ) -> Trajectory:
     """Raises `MemberFailed` if this sample cannot be scored."""
+
+
+def call_workflow(
+    workflow: Workflow, draw: Draw, sample: int, admitted_version: int
+) -> asyncio.Task[Trajectory]:
+  """Starts a call of a workflow as a task of its own.
+
+  So a `CancelledError` that the workflow raises, because a library in it has
+  cancelled its own task, can be told from a cancellation of the caller.
+  """
+
+  async def call() -> Trajectory:
+    try:
+      return await workflow(draw, sample, admitted_version)
+    except (SystemExit, KeyboardInterrupt) as error:
+      # asyncio would end the event loop for these, and nobody would hear of it.
+      raise RuntimeError(
+          f'a workflow raised {type(error).__name__}: {error}'
+      ) from error
+
+  purpose = draw.purpose.name.lower()
+  place = f'{purpose} draw {draw.draw_index} sample {sample}'
+  return asyncio.create_task(call(), name=f'workflow of {place}')
 
 
 @dataclasses.dataclass(frozen=True)

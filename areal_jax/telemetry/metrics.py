@@ -620,6 +620,15 @@ _FLOW = (
         0.0,
     ),
     Metric(
+        'dropped_unfinished',
+        'groups',
+        'Of the dropped, those without a score of which an answer was given up:'
+        ' its workflow took longer than rollout.group_s or was cancelled from'
+        ' within.',
+        0.0,
+        0.0,
+    ),
+    Metric(
         'dropped_stale',
         'groups',
         'Of the dropped, those that had become older than η (staleness policy'
@@ -702,6 +711,15 @@ _FLOW = (
         'answers that the verifier cannot read are not trained, so nothing'
         ' teaches the form that it wants; ask for the form in the prompt, or'
         ' give 0.0 in place of None',
+    ),
+    Metric(
+        'unfinished_members',
+        'answers',
+        'Times since this start of the process that an answer was given up'
+        ' because its workflow took longer than rollout.group_s or was'
+        ' cancelled from within.',
+        0.0,
+        0.0,
     ),
     Metric(
         'retried_members',

@@ -607,7 +607,8 @@ class Checkpointer:
 
   def close(self) -> None:
     """Lets the thread finish what it has. Raises nothing; see `wait`."""
-    self._thread.shutdown()
+    # A write that `wait` has given up is not waited for once more.
+    self._thread.shutdown(wait=self._pending is None)
     logging.getLogger('absl').removeFilter(self._quiet)
 
   # In the thread.

@@ -1,8 +1,11 @@
 """The event loop in a thread of its own, and how it ends."""
 
 import asyncio
+import threading
 
-from areal_jax.cluster.local import AsyncThread
+import pytest
+
+from areal_jax.cluster.local import AsyncThread, Stalled
 
 
 def test_loop_is_stopped_from_a_thread_that_has_a_running_loop():
@@ -24,3 +27,69 @@ def test_loop_is_stopped_from_a_thread_that_has_a_running_loop():
 
   asyncio.run(cell())
   assert ended == ['cancelled']
+
+
+async def stubborn(gate):
+  """Swallows every cancellation until the gate is open."""
+  while not gate.is_set():
+    try:
+      await asyncio.sleep(0.01)
+    except asyncio.CancelledError:
+      pass
+
+
+def test_task_that_swallows_its_cancellation_is_left_behind_by_name():
+  told, gate = [], threading.Event()
+
+  async def start():
+    return asyncio.create_task(stubborn(gate), name='tool of draw 3')
+
+  thread = AsyncThread('controller', told.append)
+  thread.run(start(), timeout_s=60)
+  thread.stop(limit_s=0.1)
+  (text,) = told
+  assert 'left behind' in text and 'tool of draw 3 (' in text
+  assert 'test_local.py' in text  # and the line that it is at
+  gate.set()
+  thread.stop()
+  assert len(told) == 1
+
+
+def test_loop_that_a_task_holds_is_left_behind_by_the_name_of_the_task():
+  told, gate, begun = [], threading.Event(), threading.Event()
+
+  async def blocks():
+    asyncio.current_task().set_name('scores draw 5')
+    begun.set()
+    gate.wait(60)
+
+  thread = AsyncThread('controller', told.append)
+  thread.spawn(blocks())
+  assert begun.wait(60)
+  thread.stop(limit_s=0.1)
+  assert "loop 'controller' is left behind" in told[0]
+  assert 'scores draw 5' in told[0]
+  gate.set()
+  thread.stop()  # it can be ended now
+  assert len(told) == 1
+
+
+def test_loop_that_a_task_has_ended_says_so_at_once():
+  """`sys.exit` in a task ends the whole loop; nobody waits for its limit."""
+
+  async def leaves():
+    raise SystemExit(3)
+
+  async def never():
+    await asyncio.Event().wait()
+
+  thread = AsyncThread('controller')
+  waiting = thread.spawn(never())
+  thread.spawn(leaves())
+  with pytest.raises(Stalled, match="'controller' has ended: SystemExit"):
+    thread.wait(waiting, timeout_s=600)
+  with pytest.raises(Stalled, match='has ended: SystemExit'):
+    thread.call(lambda: 7)
+  thread.stop()
+  with pytest.raises(Stalled, match='has ended: SystemExit'):
+    thread.run(never(), timeout_s=600)

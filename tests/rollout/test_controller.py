@@ -47,6 +47,7 @@ def build(
     informative=None,
     limit=0,
     failures=None,
+    group_s=float('inf'),
 ):
   return Controller(
       draws=records.Draws(),
@@ -60,6 +61,7 @@ def build(
       informative=informative,
       uninformative_limit=limit,
       failures=failures,
+      group_s=group_s,
   )
 
 

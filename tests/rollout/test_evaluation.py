@@ -565,6 +565,31 @@ def test_evaluation_that_stands_still_says_whose_answer_is_missing(engine):
       asyncio.run(asked.evaluate(samples=1, wait_s=4.0))
 
 
+def test_answer_whose_workflow_cancels_itself_is_a_failed_answer(engine):
+  """A library's CancelledError; nothing waits for the answer any more."""
+
+  async def score(draw, text):
+    if draw.draw_index == 7:
+      asyncio.current_task().cancel()
+      await asyncio.sleep(0)
+    return RewardResult(RewardStatus.OK, 1.0)
+
+  with Asked(engine, 1) as asked:
+    asked.score = score
+    result = asyncio.run(asked.evaluate(samples=1))
+  assert result.whole.failed == 1 and result.whole.answers == 9
+  assert result.answers[7].status is RewardStatus.ERROR
+  assert result.answers[7].detail == 'the workflow was cancelled from within'
+
+
+def test_evaluation_goes_on_on_the_loops_that_live(engine):
+  with Asked(engine, 2) as asked:
+    asked.evaluator.loops[0].stop()
+    result = asyncio.run(asked.evaluate(samples=1))
+  assert result.whole.answers == 10
+  assert {source for _, source in asked.requests} == {'engine/evaluate/1'}
+
+
 def test_no_problem_is_refused(engine):
   with pytest.raises(ValueError, match='0 evaluation problems'):
     asyncio.run(Asked(engine, 1).evaluate(problems=[]))

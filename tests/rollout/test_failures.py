@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import dataclasses
 
 import pytest
 
@@ -9,7 +10,9 @@ from areal_jax.config import ConfigError, resolve
 from areal_jax.rollout.failures import (
     Breaker,
     FailureSettings,
+    NothingParses,
     TooManyFailures,
+    Unfinished,
 )
 from areal_jax.rollout.workflow import MemberFailed
 from areal_jax.types import DropReason, RewardResult, RewardStatus
@@ -136,13 +139,227 @@ def test_a_group_without_any_score_is_dropped_and_replaced():
   assert controller.ledger.balanced()
 
 
+# Answers that never come.
+
+
+class Hangs:
+  """Sample 0 of some draws never comes, the first `times` times of each."""
+
+  def __init__(self, draws, how, times=99):
+    self.draws = draws
+    self.how = how
+    self.times = times
+    self.asked = collections.Counter()
+
+  async def __call__(self, draw, sample, version):
+    await asyncio.sleep(1)
+    self.asked[draw.draw_index, sample] += 1
+    hangs = draw.draw_index in self.draws and sample == 0
+    if hangs and self.asked[draw.draw_index, sample] <= self.times:
+      await self.how()
+    return records.trajectory(
+        draw.draw_index, sample, versions=[version, version]
+    )
+
+
+async def raises_cancelled():
+  raise asyncio.CancelledError
+
+
+async def cancels_itself():
+  asyncio.current_task().cancel()
+  await asyncio.sleep(1)
+
+
+async def awaits_a_cancelled_task():
+  task = asyncio.ensure_future(asyncio.sleep(1))
+  task.cancel()
+  await task
+
+
+async def never_returns():
+  await asyncio.Event().wait()
+
+
+async def swallows_its_cancellation():
+  """Goes on for hours, however often it is cancelled."""
+  for _ in range(6):
+    try:
+      await asyncio.sleep(3000)
+    except asyncio.CancelledError:
+      pass
+
+
+CANCELLED = [raises_cancelled, cancels_itself, awaits_a_cancelled_task]
+UNFINISHED = [*CANCELLED, never_returns, swallows_its_cancellation]
+
+
+def unending(workflow, *, policy='soft', eta=0.0, **settings):
+  return build(
+      workflow,
+      eta=eta,
+      policy=policy,
+      group_s=40,
+      failures=FailureSettings(**settings),
+  )
+
+
+@pytest.mark.parametrize('how', UNFINISHED)
+@pytest.mark.parametrize('policy', ['soft', 'drop', 'mask', 'fifo'])
+@pytest.mark.parametrize('eta', [0.0, 2.0])
+def test_answer_that_never_comes_leaves_its_group_and_no_place_is_lost(
+    how, policy, eta
+):
+  workflow = Hangs(range(0, 1000, 4), how)  # one of each batch
+  controller = unending(workflow, policy=policy, eta=eta)
+
+  async def go_on():
+    controller.start()
+    trained = []
+    for version in range(12):
+      trained += await controller.next_batch(4)
+      await asyncio.sleep(10)
+      controller.published(version + 1)
+      assert controller.ledger.balanced()
+    cut = controller.snapshot()
+    held = len(cut.ready) + len(cut.running)
+    assert cut.ledger.outstanding == held
+    left = await controller.stop(5)
+    assert bool(left) == (how is swallows_its_cancellation)
+    return trained, cut
+
+  trained, cut = virtual_time.run(go_on())
+  short = [group for group in trained if group.draw_index % 4 == 0]
+  assert len(trained) == 48
+  # What was late may have become too old.
+  assert short or controller.ledger.dropped[DropReason.STALE]
+  for group in short:
+    ((sample, reason),) = group.failed
+    assert sample == 0
+    assert ('cancelled' if how in CANCELLED else 'no answer for 40 s') in reason
+  assert controller.unfinished_members >= max(1, len(short))
+  # Of those drawn so long ago that their time is over none is left.
+  assert all(draw.draw_index >= 12 for draw in cut.running)
+
+
+@pytest.mark.parametrize('how', UNFINISHED)
+def test_answer_that_never_came_may_be_asked_again(how):
+  workflow = Hangs([1], how, times=2)
+  controller = unending(workflow, unfinished='retry', retries=2)
+  batch = virtual_time.run(first_batch(controller))
+  assert all(len(group.trajectories) == 2 for group in batch)
+  assert workflow.asked[1, 0] == 3 and controller.retried_members == 2
+  assert controller.failed_members == 0
+
+
+@pytest.mark.parametrize('how', UNFINISHED)
+def test_answer_that_never_comes_may_end_the_run(how):
+  controller = unending(Hangs([1], how), unfinished='stop')
+  with pytest.raises(
+      Unfinished, match='cancelled from|no answer for'
+  ) as caught:
+    virtual_time.run(first_batch(controller))
+  assert 'in draw 1 sample 0' in caught.value.__notes__
+
+
+@pytest.mark.parametrize('how', [raises_cancelled, never_returns])
+def test_group_of_which_no_answer_comes_is_dropped_and_replaced(how):
+  events = []
+
+  async def workflow(draw, sample, version):
+    if draw.draw_index == 2:
+      await how()
+    return records.trajectory(draw.draw_index, sample)
+
+  controller = unending(workflow)
+  controller._observe = lambda kind, draw, **about: events.append((kind, draw))
+  batch = virtual_time.run(first_batch(controller))
+  assert [group.draw_index for group in batch] == [0, 1, 3, 4]
+  assert controller.ledger.dropped == {DropReason.UNFINISHED: 1}
+  assert controller.ledger.balanced() and controller.unfinished_members == 2
+  assert events.count(('unfinished', 2)) == 2 and ('drop', 2) in events
+
+
+@pytest.mark.parametrize('policy', ['soft', 'fifo'])
+def test_hanging_answer_of_before_a_restart_is_given_up_after_it(policy):
+  workflow = Hangs([0], never_returns)
+  before = unending(workflow, policy=policy)
+
+  async def cut_short():
+    before.start()
+    await asyncio.sleep(20)
+    cut = before.snapshot()
+    await before.stop()
+    return cut
+
+  cut = virtual_time.run(cut_short())
+  assert [draw.draw_index for draw in cut.running] == [0]
+  after = unending(workflow, policy=policy)
+  after.restore(cut)
+  batch = virtual_time.run(first_batch(after))
+  assert [group.draw_index for group in batch] == [0, 1, 2, 3]
+  assert [s for s, _ in batch[0].failed] == [0]
+
+
+def test_long_answer_is_not_given_up_as_long_as_an_engine_works_for_it():
+  async def workflow(draw, sample, version):
+    await asyncio.sleep(5000 if (draw.draw_index, sample) == (1, 0) else 1)
+    return records.trajectory(draw.draw_index, sample)
+
+  controller = unending(workflow)
+  controller._served = lambda draw: draw.draw_index == 1
+  batch = virtual_time.run(first_batch(controller))
+  assert all(len(group.trajectories) == 2 for group in batch)
+  assert controller.unfinished_members == 0
+
+
+def test_answers_given_up_at_the_end_are_no_failures():
+  """Our own cancellation is told from one that a workflow raises."""
+  controller = unending(Hangs(range(8), never_returns), unfinished='retry')
+
+  async def cut_short():
+    controller.start()
+    await asyncio.sleep(10)
+    left = await controller.stop()
+    return left, controller.snapshot()
+
+  left, cut = virtual_time.run(cut_short())
+  assert left == [] and len(cut.running) == 4 and cut.ledger.balanced()
+  assert controller.unfinished_members == controller.retried_members == 0
+  assert controller.failed_members == 0
+
+
+@pytest.mark.parametrize('leaves', [SystemExit('3'), KeyboardInterrupt()])
+def test_workflow_that_exits_is_an_exception_and_does_not_end_the_loop(leaves):
+  async def workflow(draw, sample, version):
+    raise leaves
+
+  controller = unending(workflow)
+  name = type(leaves).__name__
+  with pytest.raises(RuntimeError, match=f'a workflow raised {name}'):
+    virtual_time.run(first_batch(controller))
+
+
+def test_workflow_that_cancels_what_is_not_its_own_ends_the_run():
+  async def workflow(draw, sample, version):
+    await asyncio.sleep(1)
+    for task in asyncio.all_tasks():
+      if task.get_name() == 'group of draw 1':
+        task.cancel()
+    return records.trajectory(draw.draw_index, sample)
+
+  controller = unending(workflow)
+  with pytest.raises(RuntimeError, match="'group of draw 1' was cancelled"):
+    virtual_time.run(first_batch(controller))
+
+
 # The circuit breaker.
 
 
 def test_breaker_waits_until_it_has_seen_enough():
   breaker = Breaker(FailureSettings(breaker_answers=10, breaker_ratio=0.8))
   for _ in range(9):
-    breaker.record('draw 1 sample 0: reward error: LookupError')
+    breaker.record('scoring', 'draw 1 sample 0: reward error: LookupError')
   assert breaker.tripped() is None
   breaker.record(None)
   with pytest.raises(TooManyFailures, match=r'9 of the last 10 .*90%.*LookupE'):
@@ -152,15 +369,80 @@ def test_breaker_waits_until_it_has_seen_enough():
 def test_breaker_forgets_what_is_long_ago():
   breaker = Breaker(FailureSettings(breaker_answers=10, breaker_ratio=0.8))
   for _ in range(7):
-    breaker.record('bad')
+    breaker.record('scoring', 'bad')
   for _ in range(100):
     breaker.record(None)
   assert breaker.tripped() is None
   for _ in range(7):
-    breaker.record('bad')
+    breaker.record('scoring', 'bad')
   assert breaker.tripped() is None
-  breaker.record('bad')
+  breaker.record('scoring', 'bad')
   assert breaker.tripped() is not None
+
+
+def outcomes(breaker, **counts):
+  """Takes in so many answers of each kind, those with a score last."""
+  scored = counts.pop('scored', 0)
+  for kind, count in counts.items():
+    for _ in range(count):
+      breaker.record(kind, f'of kind {kind}')
+  for _ in range(scored):
+    breaker.record(None)
+  return breaker.tripped()
+
+
+@pytest.mark.parametrize(
+    'counts, broken',
+    [
+        ({'unparseable': 20}, False),  # the policy has not learned the form
+        ({'unparseable': 19, 'scored': 1}, False),
+        ({'unparseable': 19, 'scoring': 1}, False),  # too few to tell
+        ({'unparseable': 10, 'scoring': 10}, True),  # all that could be parsed
+        ({'unparseable': 17, 'scoring': 3}, True),
+        ({'unparseable': 15, 'scoring': 3, 'scored': 2}, False),
+        ({'scoring': 18, 'scored': 2}, True),
+        ({'workflow': 10, 'unfinished': 8, 'scored': 2}, True),
+        ({'scoring': 17, 'scored': 3}, False),
+    ],
+)
+def test_breaker_tells_a_broken_reward_from_answers_that_do_not_parse(
+    counts, broken
+):
+  settings = FailureSettings(breaker_answers=20, breaker_ratio=0.9)
+  found = outcomes(Breaker(settings), **counts)
+  assert (found is not None) == broken
+  if broken:
+    assert 'is broken, whatever the policy writes' in str(found)
+    assert 'of kind unparseable' not in str(found)  # names the failure
+
+
+def test_long_row_of_unparseable_answers_ends_the_run_and_blames_the_policy():
+  settings = FailureSettings(breaker_answers=20, breaker_unparseable=100)
+  assert outcomes(Breaker(settings), unparseable=99, scored=1) is None
+  breaker = Breaker(settings)
+  outcomes(breaker, scored=50)
+  assert outcomes(breaker, unparseable=99) is None
+  breaker.record('unparseable', 'no number in it')
+  with pytest.raises(NothingParses, match='100 answers in a row.*Nothing is b'):
+    raise breaker.tripped()
+
+
+def test_policy_that_learns_the_form_late_is_not_ended():
+  """Under the ratio alone this run would end with its first 128 answers."""
+
+  async def workflow(draw, sample, version):
+    said = records.trajectory(draw.draw_index, sample)
+    if draw.draw_index < 100:
+      unread = RewardResult(RewardStatus.UNPARSEABLE)
+      raise MemberFailed(
+          'reward unparseable', dataclasses.replace(said, reward=unread)
+      )
+    return said
+
+  controller = controller_of(workflow)
+  batch = virtual_time.run(first_batch(controller))
+  assert [group.draw_index for group in batch] == [100, 101, 102, 103]
+  assert controller.ledger.dropped == {DropReason.FAILED: 100}
 
 
 def test_ratio_below_the_limit_never_ends_a_run():
@@ -187,6 +469,7 @@ def test_ratio_below_the_limit_never_ends_a_run():
         ('retries', -1),
         ('engine_restarts', -1),
         ('breaker_answers', 0),
+        ('breaker_unparseable', 0),
         ('breaker_ratio', 0.0),
         ('breaker_ratio', 1.5),
         ('quiet_s', 0.0),

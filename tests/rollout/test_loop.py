@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -20,6 +21,7 @@ from areal_jax.rollout.loop import (
     EngineStopped,
     Ticket,
     require_living,
+    stop_all,
 )
 from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.rollout.workflow import answer_of
@@ -627,6 +629,31 @@ def test_loop_that_waits_for_a_program_can_be_stopped(engine, monkeypatch):
   assert running.loop.failure() is None
   late.gate.set()
   late.programs.close()
+
+
+def test_thread_that_does_not_end_is_left_behind_and_says_what_it_does(engine):
+  """A device that never comes back; its sibling is ended all the same."""
+  gate, begun = threading.Event(), threading.Event()
+
+  class Stuck(Dying):
+
+    def __getattr__(self, name):
+      if name == 'generate_steps':
+        begun.set()
+        assert gate.wait(60)
+      return super().__getattr__(name)
+
+  running, other = Running(Stuck(engine, '', ())), Running(engine)
+  running.submit(tiny.request('r'))
+  assert begun.wait(60)
+  stuck = running.loop
+  stuck.stop = functools.partial(stuck.stop, limit_s=0.1)
+  with pytest.raises(TimeoutError, match='engine 0 has not ended.*decodes'):
+    stop_all([other.loop, stuck])
+  assert other.loop.health() == 'dead' and stuck._thread.daemon
+  gate.set()
+  EngineLoop.stop(stuck)
+  assert len(running.answers) == 1  # whoever waits is told in the end
 
 
 def test_what_a_compilation_raised_reaches_the_request(engine, monkeypatch):
