@@ -123,6 +123,27 @@ def read_flags(argv: list[str]) -> Experiment:
   return experiment
 
 
+def read_own_flags(argv: Sequence[str]) -> list[str]:
+  """Parses the flags of a program that reads no settings.
+
+  Returns:
+    The program's name.
+
+  Raises:
+    SystemExit: with code 2, after one line for each mistake; with code 0 after
+      the help, if that is asked for.
+  """
+  show_help(argv, config=False)
+  try:
+    rest = flags.FLAGS(list(argv))
+    if len(rest) > 1:
+      wanted = 'is left over, wanted only --flag=value'
+      raise flags.Error(*(f'{word!r} {wanted}' for word in rest[1:]))
+  except flags.Error as error:
+    sys.exit(complain(error))
+  return rest
+
+
 def show_help(argv: Sequence[str], config: bool = True) -> None:
   """Prints what a door does and its flags, if its command line asks for it.
 

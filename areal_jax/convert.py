@@ -80,13 +80,7 @@ def read_flags(argv: list[str]) -> Conversion:
   flags.DEFINE_string('tokenizer', '', 'A tokenizer to go along.')
   flags.DEFINE_string('dtype', 'float32', f'Of a folder: one of {DTYPES}.')
   flags.DEFINE_integer('shard_bytes', 5 * 10**9, 'Of one safetensors file.')
-  command.show_help(argv, config=False)
-  try:
-    rest = flags.FLAGS(argv)
-    if len(rest) > 1:
-      raise flags.Error(f'{rest[1:]} are left over, wanted only --flag=value')
-  except flags.Error as error:
-    sys.exit(command.complain(error))
+  command.read_own_flags(argv)
   names = ('from', 'to', 'as', 'tokenizer', 'dtype', 'shard_bytes')
   return Conversion(*(flags.FLAGS[name].value for name in names))
 

@@ -20,6 +20,7 @@ from typing import Any, Sequence
 from absl import app, flags
 import jax
 
+from areal_jax import command
 from areal_jax.config import resolve
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings, cut, machine_devices
@@ -123,4 +124,4 @@ def define_flags() -> None:
 
 if __name__ == '__main__':
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

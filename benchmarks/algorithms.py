@@ -25,7 +25,7 @@ from typing import Any, Sequence
 from absl import app, flags
 import jax
 
-from areal_jax import session
+from areal_jax import command, session
 from areal_jax.data import running_totals
 from areal_jax.experiment import Experiment, use_algorithm
 from areal_jax.losses.presets import PRESETS
@@ -231,4 +231,4 @@ def define_flags() -> None:
 
 if __name__ == '__main__':
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

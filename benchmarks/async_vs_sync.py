@@ -54,6 +54,7 @@ from typing import Any, Callable, Mapping, Sequence
 from absl import app, flags
 import numpy as np
 
+from areal_jax import command
 from areal_jax.telemetry import run_folder
 from benchmarks import report, runs
 from benchmarks.runs import Interval, Run
@@ -412,4 +413,4 @@ def define_flags() -> None:
 
 if __name__ == '__main__':
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax import command
 from areal_jax.models import attention, forms, visibility
 from benchmarks import report
 
@@ -152,4 +153,4 @@ def define_flags() -> None:
 
 if __name__ == '__main__':
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

@@ -63,6 +63,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax import command
 from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
@@ -634,4 +635,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   serving.define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

@@ -25,6 +25,7 @@ from typing import Any
 from absl import app, flags
 import math_verify
 
+from areal_jax import command
 from areal_jax.rewards.math import correct, final_answer
 from areal_jax.sandbox.call import call
 from areal_jax.types import Problem
@@ -96,4 +97,4 @@ def define_flags() -> None:
 
 if __name__ == '__main__':
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

@@ -29,6 +29,7 @@ from typing import Any, Sequence
 from absl import app, flags
 import numpy as np
 
+from areal_jax import command
 from areal_jax.rewards import english
 from areal_jax.telemetry.jsonl import read_jsonl
 from benchmarks import report
@@ -296,4 +297,4 @@ def define_flags() -> None:
 
 if __name__ == '__main__':
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

@@ -49,13 +49,13 @@ from typing import Any, Mapping, Sequence
 from absl import app, flags
 import numpy as np
 
-from areal_jax import session
+from areal_jax import command, session
 from areal_jax.experiment import (
-    Experiment,
-    PolicySettings,
-    RolloutSettings,
-    TaskSettings,
-    TokenizerSettings,
+  Experiment,
+  PolicySettings,
+  RolloutSettings,
+  TaskSettings,
+  TokenizerSettings,
 )
 from areal_jax.mesh.slices import MeshSettings
 from areal_jax.models import hf
@@ -503,4 +503,4 @@ def define_flags() -> None:
 
 if __name__ == '__main__':
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

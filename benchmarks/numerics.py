@@ -26,6 +26,7 @@ from absl import app, flags
 import jax
 import numpy as np
 
+from areal_jax import command
 from areal_jax.experiment import Prepared, initial_params, prepare
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh import slices
@@ -185,4 +186,4 @@ def define_flags() -> None:
 
 if __name__ == '__main__':
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

@@ -21,6 +21,7 @@ from absl import app, flags
 import jax
 import numpy as np
 
+from areal_jax import command
 from areal_jax.config import resolve
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
@@ -31,14 +32,14 @@ from areal_jax.train.state import TrainState
 from areal_jax.train.step import Batch, TrainStep
 from areal_jax.train.trainer import TrainSettings, build_steps, prepare
 from areal_jax.types import (
-    Draw,
-    Group,
-    Problem,
-    RewardResult,
-    RewardStatus,
-    Segment,
-    StopReason,
-    Trajectory,
+  Draw,
+  Group,
+  Problem,
+  RewardResult,
+  RewardStatus,
+  Segment,
+  StopReason,
+  Trajectory,
 )
 from benchmarks import report
 from experiments import quickstart
@@ -156,4 +157,4 @@ def define_flags() -> None:
 
 if __name__ == '__main__':
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

@@ -40,15 +40,16 @@ from absl import app, flags
 import jax
 import numpy as np
 
+from areal_jax import command
 from areal_jax.config import resolve
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import (
-    MeshSettings,
-    RolloutMesh,
-    Slices,
-    TrainMesh,
-    cut,
-    machine_devices,
+  MeshSettings,
+  RolloutMesh,
+  Slices,
+  TrainMesh,
+  cut,
+  machine_devices,
 )
 from areal_jax.models import transformer
 from areal_jax.models.config import PROJECTIONS, LoraSettings, ModelConfig
@@ -366,4 +367,4 @@ def define_flags() -> None:
 
 if __name__ == '__main__':
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

@@ -24,6 +24,7 @@ from typing import Any, Sequence
 
 from absl import app, flags
 
+from areal_jax import command
 from benchmarks import report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -210,4 +211,4 @@ def define_flags() -> None:
 
 if __name__ == '__main__':
   define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

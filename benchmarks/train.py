@@ -43,6 +43,7 @@ from absl import app, flags
 import jax
 import numpy as np
 
+from areal_jax import command
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.models.config import ModelConfig
@@ -51,10 +52,10 @@ from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings, Shape
 from areal_jax.train.step import TrainStep, policy_objective
 from areal_jax.types import (
-    Microbatch,
-    RewardResult,
-    RewardStatus,
-    Trajectory,
+  Microbatch,
+  RewardResult,
+  RewardStatus,
+  Trajectory,
 )
 from benchmarks import generate, report, serving
 from benchmarks.serving import Peer
@@ -489,4 +490,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == '__main__':
   serving.define_flags()
-  app.run(main)
+  app.run(main, flags_parser=command.read_own_flags)

@@ -1171,3 +1171,31 @@ def test_the_command_refuses_a_mesh_for_which_devices_are_missing(
   )
   words = 'mesh needs 3 devices (sum of train 2 and rollout 1), there are 2'
   assert_refused(done, tmp_path, [words])
+
+
+@pytest.mark.parametrize('module', ['areal_jax.convert', 'benchmarks.loop'])
+@pytest.mark.parametrize(
+    'argument, code, words',
+    [
+        ('eta=1', 2, "error: 'eta=1' is left over, wanted only --flag=value\n"),
+        ('--eta=1', 2, "error: Unknown command line flag 'eta'"),
+        ('--help', 0, ''),
+    ],
+)
+def test_a_program_without_settings_refuses_words_and_helps(
+    module, argument, code, words
+):
+  done = subprocess.run(
+      [sys.executable, '-m', module, argument],
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=600,
+  )
+  assert (done.returncode, done.stderr.startswith(words)) == (code, True)
+  assert ('\nflags:\n  --' in done.stdout) == (code == 0)
+
+
+def test_every_benchmark_with_flags_reads_them_so():
+  for file in ROOT.glob('benchmarks/*.py'):
+    assert 'app.run(main)' not in file.read_text(), file
