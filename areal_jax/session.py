@@ -30,7 +30,7 @@ import random
 import sys
 import threading
 import time
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -86,6 +86,7 @@ from areal_jax.telemetry.profiling import Profiler
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.samples import LimitedLog, SampleWriter
 from areal_jax.telemetry.schedule import ScheduleWriter
+from areal_jax.telemetry.stopwatch import Stopwatch
 from areal_jax.telemetry.text_log import TextLog
 from areal_jax.train import checkpoint, memory, pretrained
 from areal_jax.train.step import NonFiniteError
@@ -873,14 +874,16 @@ class Session:
     version = trainer.version
     batch = self._settings.rollout.batch_size
     self._watchdog.at(f'step {version + 1}: waits for {batch} groups')
-    with self._events.span('wait', 'train', version=version):
+    with (
+        book.waiting.pause(),
+        self._events.span('wait', 'train', version=version),
+    ):
       groups = self._async.run(
           controller.next_batch(batch),
           timeout_s=self._settings.rollout.wait_s,
           explain=self._report,
           check=self._check,
       )
-    book.waited += time.monotonic() - start
     if self._settings.shuffle_rewards:
       groups = shuffle_rewards(groups, self._shuffle)
     self._watchdog.at(f'step {version + 1}: trains and publishes')
@@ -1351,10 +1354,20 @@ class Book:
   Args:
     start: monotonic second at which training began.
     rollout: the engines whose tokens and idle time are counted from then on.
+    clock: monotonic seconds.
+
+  Attributes:
+    waiting: pauses in which training waits for groups.
   """
 
-  def __init__(self, start: float, rollout: Rollout):
-    self.waited = 0.0  # seconds that training waited for groups
+  def __init__(
+      self,
+      start: float,
+      rollout: Rollout,
+      clock: Callable[[], float] = time.monotonic,
+  ):
+    self.waiting = Stopwatch(clock)
+    self._clock = clock
     self._start = start
     self._end: float | None = None
     self._rollout = rollout
@@ -1384,7 +1397,7 @@ class Book:
     tokens, idle = self._rollout_so_far()
     return {
         'seconds': self.seconds,
-        'waited': self.waited,
+        'waited': self.waiting.seconds,
         'rollout_tokens': tokens,
         'rollout_idle': idle,
         'sums': dict(self._sums),
@@ -1395,7 +1408,7 @@ class Book:
   def restore(self, state: dict[str, Any]) -> None:
     """Counts an earlier attempt in; before the first step of this one."""
     self._start -= state['seconds']
-    self.waited += state['waited']
+    self.waiting.add(state['waited'])
     self._tokens_before -= state['rollout_tokens']
     self._idle_before -= state['rollout_idle']
     self._sums.update(state['sums'])
@@ -1405,11 +1418,12 @@ class Book:
   def stop(self) -> None:
     """Training has ended; later tokens and seconds are not its own."""
     self._at_end = self._rollout_so_far()
-    self._end = time.monotonic()
+    self._end = self._clock()
 
   @property
   def seconds(self) -> float:
-    return (self._end or time.monotonic()) - self._start
+    end = self._clock() if self._end is None else self._end
+    return end - self._start
 
   def _rollout_so_far(self) -> tuple[int, float]:
     if self._end is not None:
@@ -1423,7 +1437,7 @@ class Book:
   def mark(self) -> Mark:
     """Where the run stands, for `rates`."""
     tokens, idle = self._rollout_so_far()
-    return Mark(self.seconds, tokens, idle, self.waited)
+    return Mark(self.seconds, tokens, idle, self.waiting.seconds)
 
   def rates(self, at: Mark) -> dict[str, float]:
     """Tokens a second and idle shares from the start of training to a mark.

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from areal_jax import session
-from areal_jax.cluster.local import Stalled, build_rollout
+from areal_jax.cluster.local import Rollout, Stalled, build_rollout
 from areal_jax.data.running_totals import texts
 from areal_jax.data.stream import ProblemStream
 from areal_jax.experiment import (
@@ -42,7 +42,9 @@ from areal_jax.rollout.failures import TooManyFailures
 from areal_jax.rollout.loop import EngineLoop, EngineStopped
 from areal_jax.rollout.workflow import SingleTurn, answer_of, trajectory
 from areal_jax.telemetry import programs, run_folder
+from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.jsonl import read_jsonl
+from areal_jax.telemetry.stopwatch import Stopwatch
 from areal_jax.tokenizer.sentencepiece_tokenizer import (
     SentencePieceTokenizer,
     train_sentencepiece,
@@ -61,8 +63,8 @@ from areal_jax.types import (
     StopReason,
 )
 from areal_jax.weights import Publisher
-from tests import records, session_rewards
-from tests.limits import WAIT_S
+from tests import records, session_rewards, tiny
+from tests.limits import WAIT_S, wait_until
 
 
 def experiment(folder, **changes):
@@ -1085,3 +1087,43 @@ def test_a_sparse_policy_trains_with_its_engines_routing(tmp_path):
   start = transformer.init_params(config, settings.seed, None, None)
   moved = params['blocks']['router'] - start['blocks']['router']
   assert 0 < np.abs(moved).max() < 0.5
+
+
+IDLE = EngineSettings(
+    slots=2, max_length=32, max_prompt_length=16, page_size=8, steps=2
+)
+
+
+def test_idle_share_counts_the_pause_that_goes_on():
+  """3 s without work, 28 ms of it, 4 s without: 0.996 and not 0.43."""
+  now = 100.0
+  engine = Engine(tiny.config(), IDLE, tiny.mesh(), Rules())
+  events = EventLog(None)
+  loop = EngineLoop(engine, '0', swap='recompute', events=events)
+  loop.counts.idle = Stopwatch(lambda: now)
+  rollout = Rollout(
+      (loop,), client.EngineClient([loop]), Publisher([], events=events)
+  )
+  book = session.Book(now, rollout, clock=lambda: now)
+  answers = []
+
+  def answer(outcome):  # in the loop's thread, which works meanwhile
+    nonlocal now
+    now += 0.028
+    answers.append(outcome)
+
+  def waits():
+    return 'waits for requests' in loop.explain()
+
+  loop.start()
+  try:
+    wait_until(waits, 'the first pause')
+    now += 3.0
+    loop.set_weights(0, tiny.params(0, on=engine.mesh), lambda version: None)
+    loop.submit(tiny.request('one', new=4), answer)
+    wait_until(lambda: answers and waits(), 'the second pause')
+    now += 4.0
+    rates = book.rates(book.mark())
+  finally:
+    loop.stop()
+  np.testing.assert_allclose(rates['rollout_idle_fraction'], 7.0 / 7.028)

@@ -66,6 +66,7 @@ from areal_jax.rollout.pace import Pace
 from areal_jax.rollout.stopping import Stop, StopStrings
 from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.programs import Name, text_of
+from areal_jax.telemetry.stopwatch import Stopwatch
 from areal_jax.tokenizer.base import Tokenizer
 from areal_jax.types import Completion, Request, StopReason
 
@@ -178,10 +179,15 @@ class LoopCounts:
   prefix_tokens: int = 0  # which were not computed for that reason
   preemptions: int = 0
   peak_pages: int = 0  # held at once
-  idle_seconds: float = 0.0
+  idle: Stopwatch = dataclasses.field(default_factory=Stopwatch)
   busy_slot_steps: int = 0
   cache_releases: int = 0  # the cache let go of, for others to use the room
   deaths: int = 0  # of the thread
+
+  @property
+  def idle_seconds(self) -> float:
+    """Seconds without anything to do, a pause that goes on included."""
+    return self.idle.seconds
 
 
 class EngineLoop:
@@ -477,12 +483,11 @@ class EngineLoop:
           self._state = None
           self.counts.cache_releases += 1
         start = time.monotonic()
-        self._doing = (_WAITS, start)
         # One wait, however often the condition is notified for nothing.
-        self._wake.wait_for(lambda: not self._idle())
-        idle = time.monotonic() - start
-        self.counts.idle_seconds += idle
-        self._record('idle', 'generate', start, idle)
+        with self.counts.idle.pause():
+          self._doing = (_WAITS, start)
+          self._wake.wait_for(lambda: not self._idle())
+        self._record('idle', 'generate', start, time.monotonic() - start)
       return not self._stopping
 
   def _idle(self) -> bool:

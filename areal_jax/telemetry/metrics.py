@@ -788,7 +788,7 @@ _SYSTEM = (
         'rollout_idle_fraction',
         'share',
         'Share of wall time in which a replica had no request to work on,'
-        ' mean over replicas.',
+        ' a pause that goes on included; mean over replicas.',
         0.0,
         0.1,
     ),
