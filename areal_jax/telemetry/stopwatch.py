@@ -1,8 +1,8 @@
 """A sum of pauses that is right at every moment, also in the middle of one.
 
 A sum that grows when a pause ends is too small until then, by the whole pause.
-After a pause of 3 s, a moment of work and 4 s of a pause that goes on, such a sum
-says 3 s. A `Stopwatch` says 7 s.
+After a pause of 3 s, a moment of work and 4 s of a pause that goes on, such a
+sum says 3 s. A `Stopwatch` says 7 s.
 """
 
 from __future__ import annotations
