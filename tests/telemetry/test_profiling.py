@@ -17,6 +17,7 @@ from areal_jax.config import ConfigError
 from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.telemetry.profiling import Profiler, ProfilingSettings
 from tests import small_experiment
+from tests.limits import wait_until
 from tests.test_session import experiment
 
 
@@ -154,6 +155,8 @@ def test_run_is_profiled_while_it_goes_on(tmp_path, monkeypatch):
   record = session.Session._record
 
   def signalled(self, step, *rest):
+    if step.version == 0:  # generation goes on, up to its bound
+      wait_until(lambda: self._controller.ready_pauses > 0, 'a pause')
     if step.version == 1:  # step 2 is written down in step 3
       os.kill(os.getpid(), signal.SIGUSR1)
     record(self, step, *rest)

@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.telemetry import programs as programs_lib
 from areal_jax.telemetry.programs import Programs, text_of
-from tests.limits import WAIT_S
+from tests.limits import WAIT_S, wait_until
 
 
 class Work:
@@ -43,6 +43,7 @@ A, B, C = ('a', 1), ('b', 2), ('c', 3)
 def made():
   programs, work = Programs(), Work()
   programs.plan(work(A, B, C))
+  wait_until(lambda: work.begun == [A])  # its thread is at work
   yield programs, work
   work.let(A, B, C)
   programs.close()
