@@ -207,7 +207,7 @@ def _ask(prepared: Prepared, version: int, printed: pathlib.Path) -> Evaluation:
         settings=settings.evaluation,
         problems=prepared.evaluation,
         sampling=prepared.evaluation_sampling,
-        render=lambda problem: prepared.prompts[problem.id],
+        render=prepared.prompt_ids,
         decode=lambda ids: prepared.tokenizer.decode(ids.tolist()),
         score=lambda draw, text: scorer(draw.problem, text),
         vote=settings.evaluation.load_vote('config.evaluation'),

@@ -9,6 +9,8 @@ line before any device does any work and before anything is written.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import inspect
 import math
 import os
@@ -30,7 +32,7 @@ from areal_jax.data.sources import (
     read_source,
     read_sources,
 )
-from areal_jax.data.stream import Part
+from areal_jax.data.stream import Part, content_digest
 from areal_jax.losses import presets
 from areal_jax.losses.advantages import AdvantageSettings
 from areal_jax.mesh.rules import Rules
@@ -343,6 +345,10 @@ class Experiment:
       its last whole checkpoint, or starts it anew if it had none yet; the
       folder of a run goes on with that one; a checkpoint starts a new run that
       goes on from there.
+    changed_data: what a run does that goes on with other problems, or prompts
+      rendered in another way, than its checkpoint was saved with: 'refuse', or
+      'restart', which draws the new data from their beginning. What was drawn
+      from the old ones and is still in flight is trained as it was drawn.
     replay: the folder of a run, or its schedule.bin: its batches are trained
       again, in their order, without any rollout. Empty to run.
     replay_until: last step that is trained again; 0 for all that are recorded.
@@ -361,6 +367,7 @@ class Experiment:
   event_bytes: int = 100_000_000
   schedule_bytes: int = 200_000_000
   resume: str = ''
+  changed_data: Literal['refuse', 'restart'] = 'refuse'
   replay: str = ''
   replay_until: int = 0
   profiling: ProfilingSettings = dataclasses.field(
@@ -724,6 +731,45 @@ class Prepared:
   evaluation_sampling: SamplingParams
   changed_prompts: tuple[str, ...]
   lost_answers: tuple[str, ...]
+
+  @functools.cached_property
+  def _known(self) -> dict[str, Problem]:
+    return {p.id: p for p in (*self.train, *self.evaluation)}
+
+  def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
+    """Token ids of a problem's prompt.
+
+    One that a checkpoint brought may have the id of another one by now, and is
+    rendered from what it says itself.
+
+    Args:
+      problem: as it was drawn.
+    """
+    known = self._known.get(problem.id)
+    if known is not None and known.prompt == problem.prompt:
+      return self.prompts[problem.id]
+    add_bos = self.settings.tokenizer.add_bos
+    return tuple(
+        render_prompt(
+            self.tokenizer, problem.prompt, add_bos=add_bos, chat=self.chat
+        )
+    )
+
+  def data_digests(self) -> dict[str, str]:
+    """What the run asks and scores by, hashed: see `resume.place_draws`.
+
+    Prompts as token ids are what chat template, its variables, system text and
+    tokenizer make of the problems.
+    """
+    found = {}
+    for split, problems in (
+        ('train', self.train),
+        ('evaluation', self.evaluation),
+    ):
+      ids = repr([self.prompts[p.id] for p in problems]).encode()
+      found[f'{split}_problems'] = content_digest(problems)
+      found[f'{split}_prompts'] = hashlib.blake2b(ids).hexdigest()[:32]
+    return found
 
   @property
   def cautions(self) -> list[str]:

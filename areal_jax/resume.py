@@ -33,6 +33,7 @@ import numpy as np
 
 from areal_jax import records
 from areal_jax.config import ConfigError, require
+from areal_jax.data.stream import ProblemStream
 from areal_jax.ledger import Ledger
 from areal_jax.mesh.slices import Slices
 from areal_jax.rollout.controller import Snapshot
@@ -96,6 +97,8 @@ class Carried:
     evaluation: what has been evaluated and what was under way.
     logs: bytes of every log file that speak of no later step.
     sums: running sums over the steps so far.
+    digests: `Prepared.data_digests`; none in checkpoints of before there were
+      any.
     began_exact: whether the run began at eta = 0 before there was a setting
       `rollout.exact`, when eta = 0 alone meant equal bits.
   """
@@ -107,6 +110,7 @@ class Carried:
   evaluation: dict[str, Any]
   logs: dict[str, int]
   sums: dict[str, Any]
+  digests: dict[str, str] = dataclasses.field(default_factory=dict)
   began_exact: bool = False
 
   @property
@@ -260,6 +264,7 @@ def parts(
               'rollout': [_mesh(mesh) for mesh in fixed.slices.rollout],
           },
           'sums': carried.sums,
+          'digests': carried.digests,
           'began_exact': carried.began_exact,
       },
       RECORDS: lambda: records.dumps(
@@ -323,6 +328,7 @@ def read(saved: Saved) -> Carried:
       evaluation=run['evaluation'],
       logs=run['logs'],
       sums=run['sums'],
+      digests=run.get('digests', {}),
       began_exact=run.get('began_exact', _meant_exact(saved)),
   )
 
@@ -416,6 +422,66 @@ _ASKS_FOR = {
     'reference': ('loss.kl_coefficient', (0, 'above 0')),
     'critic': ('advantages.critic', (False, True)),
 }
+
+
+_DATA = {
+    'train_problems': 'prompts or answers to train on',
+    'train_prompts': 'prompts to train on as token ids',
+    'evaluation_problems': 'prompts or answers to evaluate on',
+    'evaluation_prompts': 'prompts to evaluate on as token ids',
+}
+
+
+def place_draws(
+    draws: ProblemStream,
+    carried: Carried,
+    digests: Mapping[str, str],
+    changed_data: str,
+) -> tuple[Carried, list[str]]:
+  """Puts the data where a checkpoint left them, if they are the same data.
+
+  Args:
+    draws: of this run, at their beginning.
+    carried: what the checkpoint holds.
+    digests: `Prepared.data_digests` of this run.
+    changed_data: `Experiment.changed_data`.
+
+  Returns:
+    What the run carries on, with a position in this run's data, and notes for
+    a reader.
+
+  Raises:
+    ConfigError: they are other data, and the setting says 'refuse'.
+  """
+  state = carried.snapshot.data
+  other = [
+      what
+      for name, what in _DATA.items()
+      if carried.digests and carried.digests.get(name) != digests[name]
+  ]
+  train = [what for what in other if 'to train on' in what]
+  difference = draws.difference(state)
+  lines = [*([difference] if difference else []), *other]
+  if lines and changed_data == 'refuse':
+    raise ConfigError(
+        'config.task is of other data than the checkpoint:'
+        f' {"; ".join(lines)}; wanted the same problems, templates and'
+        " tokenizer, or config.changed_data='restart' to draw the new data from"
+        ' their beginning'
+    )
+  notes = [f'warning: other data than before: {line}' for line in lines]
+  if not carried.digests:
+    notes.append(
+        'the checkpoint holds no digest of prompts and answers: only the ids of'
+        ' the problems were compared'
+    )
+  if difference or train:
+    draws.begin_at(int(state['next_draw_index']))
+    notes.append('warning: the data begin anew at problem 0')
+  else:
+    draws.restore(state)
+  snapshot = dataclasses.replace(carried.snapshot, data=draws.state())
+  return dataclasses.replace(carried, snapshot=snapshot), notes
 
 
 def changed_settings(saved: Saved, config: Mapping[str, Any]) -> list[str]:

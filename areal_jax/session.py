@@ -353,8 +353,12 @@ class Session:
     self._draws = ProblemStream(
         prepared.train, seed=settings.seed, parts=prepared.parts
     )
+    self._digests = prepared.data_digests()
+    self._data_notes: list[str] = []
     if carried is not None:
-      self._draws.restore(carried.snapshot.data)
+      self._carried, self._data_notes = resume.place_draws(
+          self._draws, carried, self._digests, settings.changed_data
+      )
     # Slices that share devices take turns if both have collectives: two such
     # programs that reach the devices in different orders would wait for each
     # other for ever. Replicas of one device each decode side by side.
@@ -601,6 +605,8 @@ class Session:
           ' bits, and it goes on so'
       )
     settings = config_lib.to_dict(self._settings)
+    for line in self._data_notes:
+      note(f'  {line}')
     for change in resume.changed_settings(saved, settings):
       note(f'  other than before: {change}')
     for name in self._short_logs:
@@ -812,6 +818,7 @@ class Session:
             'seconds': self._seconds,
             'health': self._health.state(),
         },
+        digests=self._digests,
         began_exact=self._carried is not None and self._carried.began_exact,
     )
     self._keeper.save(trainer.version, trainer.state, carried)
@@ -1069,7 +1076,7 @@ class Session:
       answer = result.answers[place]
       problem = self._prepared.evaluation[answer.draw_index]
       score = answer.status.value if answer.score is None else answer.score
-      prompt = self._prompt_text(problem)
+      prompt = self._spell(self._render(problem))
       self._progress.note(f'  {prompt!r} -> {answer.text!r} ({score})')
 
   # Its parts.
@@ -1085,13 +1092,11 @@ class Session:
     )
 
   def _render(self, problem: Problem) -> tuple[int, ...]:
-    return self._prepared.prompts[problem.id]
+    return self._prepared.prompt_ids(problem)
 
-  def _prompt_text(self, problem: Problem) -> str:
-    """The prompt as the policy sees it."""
-    if isinstance(problem.prompt, str):
-      return problem.prompt
-    return self._prepared.chat.render(problem.prompt)
+  def _spell(self, ids: Sequence[int] | np.ndarray) -> str:
+    """The text of ids that were fed, special tokens written out."""
+    return self._prepared.tokenizer.spell([int(i) for i in ids])
 
   def _decode(self, ids: np.ndarray) -> str:
     return self._prepared.tokenizer.decode(ids.tolist())
@@ -1233,8 +1238,10 @@ class Session:
     for group in groups:
       for trajectory in group.trajectories:
         sampled = trajectory.sampled
+        fed = trajectory.ids[: int(np.argmax(sampled))]
         self._samples.write(
-            prompt=self._prompt_text(group.draw.problem),
+            prompt=self._spell(fed),
+            prompt_ids=fed,
             completion=self._text(trajectory),
             reward=trajectory.reward.score,
             ids=trajectory.ids[sampled],

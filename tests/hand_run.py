@@ -36,6 +36,7 @@ def write_run(folder):
       (2, 2, 1, [1], None),
   ):
     samples.write(
+        prompt_ids=[1, 4],
         prompt='1+1=', completion='2.', reward=reward, versions=versions,
         ids=np.arange(len(versions)), logps=np.full(len(versions), -0.1),
         step=step, draw_index=draw, sample=sample, stop_reason=StopReason.STOP,

@@ -20,6 +20,9 @@ import pytest
 
 from areal_jax import resume, session
 from areal_jax.config import ConfigError
+from areal_jax.data import running_totals
+from areal_jax.data.stream import ProblemStream
+from areal_jax.experiment import prepare
 from areal_jax.losses.advantages import AdvantageSettings, Normalization
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh
@@ -365,12 +368,18 @@ def test_run_that_began_before_the_setting_goes_on_exact(
 ):
   folder = run_of / 'checkpoints/00000003'
   as_saved_before(folder, 'config.json', lambda c: c['rollout'].pop('exact'))
-  as_saved_before(folder, 'run.json', lambda run: run.pop('began_exact'))
+  for name in ('began_exact', 'digests'):
+    as_saved_before(folder, 'run.json', lambda run, name=name: run.pop(name))
   for steps in (4, 6):
     result = session.run(
         settings(tmp_path, steps=steps, resume='auto', rollout__exact=False)
     )
-    assert 'rollout.exact=True: the run began' in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert 'rollout.exact=True: the run began' in told
+    # There is one again in what the run saves next.
+    assert ('only the ids of the problems were compared' in told) == (
+        steps == 4
+    )
   assert_same_bits(policy_of(uninterrupted), policy_of(result))
 
 
@@ -394,6 +403,87 @@ def test_lengths_and_ends_of_older_checkpoints_are_no_other_policy(stopped):
   ):
     with pytest.raises(ConfigError, match=words):
       resume.require_same(saved, None, **{**same, **changed})
+
+
+def other_problems(split, count, seed):
+  """Those of the task under the same ids, from the last to the first."""
+  problems = running_totals.problems(split=split, count=count, seed=seed)
+  return [
+      dataclasses.replace(one, prompt=other.prompt, answer=other.answer)
+      for one, other in zip(problems, reversed(problems), strict=True)
+  ]
+
+
+def other_held_out(split, count, seed):
+  """Those of the task, the held-out ones from the last to the first."""
+  made = other_problems if split == 'eval' else running_totals.problems
+  return made(split=split, count=count, seed=seed)
+
+
+def test_other_problems_under_the_same_ids_are_refused(run_of, tmp_path):
+  changes = dict(task__problems='tests.test_resume:other_problems')
+  before = (run_of / 'metrics.jsonl').read_bytes()
+  with pytest.raises(ConfigError, match='prompts or answers to train on; .*'
+                     'prompts or answers to evaluate on'):  # fmt: skip
+    session.run(settings(tmp_path, resume='auto', **changes))
+  assert (run_of / 'metrics.jsonl').read_bytes() == before
+
+
+def test_other_problems_to_evaluate_on_are_refused(run_of, tmp_path):
+  changes = dict(task__problems='tests.test_resume:other_held_out')
+  with pytest.raises(ConfigError) as error:
+    session.run(settings(tmp_path, resume='auto', **changes))
+  assert 'prompts or answers to evaluate on' in str(error.value)
+  assert 'to train on' not in str(error.value)
+
+
+def test_other_problems_begin_anew_if_so_set(run_of, tmp_path, capsys):
+  result = session.run(
+      settings(
+          tmp_path,
+          resume='auto',
+          changed_data='restart',
+          task__problems='tests.test_resume:other_problems',
+      )
+  )
+  assert 'warning: the data begin anew at problem 0' in capsys.readouterr().err
+  rows = read_jsonl(result.folder / 'samples.jsonl')
+  shown = {r['draw_index']: r['prompt'] for r in rows if r['step'] > 3}
+  assert sorted(shown) == [*range(3 * 4, 6 * 4)]
+  seed = settings('').task.seed
+  new = other_problems(split='train', count=32, seed=seed)
+  stream = ProblemStream(new, seed=1)
+  for i in sorted(shown):
+    assert shown[i].removeprefix('<s>') == next(stream).problem.prompt
+  saved, _ = checkpoint.latest(result.folder / 'checkpoints')
+  assert resume.read(saved).snapshot.data['first_draw_index'] == 3 * 4
+
+
+def test_prompt_is_that_of_the_problem_that_was_drawn(tmp_path):
+  prepared = prepare(settings(tmp_path))
+  first, second = prepared.train[:2]
+  drawn = dataclasses.replace(first, prompt=second.prompt)  # under its id
+  assert prepared.prompt_ids(first) == prepared.prompts[first.id]
+  assert prepared.prompt_ids(drawn) == prepared.prompts[second.id]
+  assert prepared.prompts[first.id] != prepared.prompts[second.id]
+
+
+def test_what_renders_prompts_is_compared(tmp_path):
+  one = prepare(settings(tmp_path)).data_digests()
+  changes = dict(tokenizer__add_bos=False)
+  other = prepare(settings(tmp_path, **changes)).data_digests()
+  differing = {name for name in one if one[name] != other[name]}
+  assert differing == {'train_prompts', 'evaluation_prompts'}
+
+
+def test_samples_show_the_ids_that_were_fed(stopped, tmp_path):
+  prepared = prepare(settings(tmp_path))
+  known = set(prepared.prompts.values())
+  rows = read_jsonl(stopped / 'samples.jsonl')
+  assert rows
+  for row in rows:
+    assert tuple(row['prompt_ids']) in known
+    assert row['prompt'] == prepared.tokenizer.spell(row['prompt_ids'])
 
 
 def test_settings_that_changed_are_told(stopped):

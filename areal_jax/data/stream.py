@@ -14,9 +14,9 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Sequence
 
-from areal_jax.config import require
+from areal_jax.config import ConfigError, require
 from areal_jax.types import Draw, Problem, Purpose
 
 
@@ -73,7 +73,7 @@ class ProblemStream(Iterator[Draw]):
         'purpose': int(purpose),
     }
     self._order = _order(problems, parts, seed, purpose)
-    self._next = 0
+    self._first = self._next = 0
     self._positions = [0] * len(parts)
 
   def shard(self, index: int, count: int) -> ProblemStream:
@@ -92,14 +92,14 @@ class ProblemStream(Iterator[Draw]):
     other = ProblemStream.__new__(ProblemStream)
     other.__dict__.update(self.__dict__)
     other._shard = (index, count)
-    other._next = index
+    other._first, other._next = 0, index
     other._positions = [0] * len(self._parts)
     return other
 
   def __next__(self) -> Draw:
     index = self._next
     self._next += self._shard[1]
-    part, place, problem = self._order[index]
+    part, place, problem = self._order[index - self._first]
     self._positions[part] = place + 1
     return Draw(
         draw_index=index,
@@ -117,6 +117,7 @@ class ProblemStream(Iterator[Draw]):
     """
     return {
         'next_draw_index': self._next,
+        'first_draw_index': self._first,
         'positions': list(self._positions),
         'shard': list(self._shard),
         **self._identity,
@@ -129,15 +130,33 @@ class ProblemStream(Iterator[Draw]):
       ConfigError: the state is of other problems, or of another mixture, seed,
         purpose or shard; names the first that differs.
     """
-    for name, value in {**self._identity, 'shard': [*self._shard]}.items():
-      require(
-          state.get(name) == value,
-          f'{name} of the saved data state',
-          state.get(name),
-          f'{value!r} as in this run',
-      )
+    difference = self.difference(state)
+    if difference:
+      raise ConfigError(difference)
+    self._first = int(state.get('first_draw_index', 0))
     self._next = int(state['next_draw_index'])
     self._positions = [int(place) for place in state['positions']]
+
+  def difference(self, state: Mapping[str, Any]) -> str:
+    """What makes a state one of another stream; empty if nothing does.
+
+    Ids are compared, and not what the problems of these ids say.
+    """
+    for name, value in {**self._identity, 'shard': [*self._shard]}.items():
+      if state.get(name) != value:
+        return (
+            f'{name} of the saved data state is {state.get(name)!r}, wanted'
+            f' {value!r} as in this run'
+        )
+    return ''
+
+  def begin_at(self, index: int) -> None:
+    """Begins with the first problem of its order, under this draw index.
+
+    For data that take the place of others in a run: draw indices rise on.
+    """
+    self._first = self._next = index
+    self._positions = [0] * len(self._parts)
 
 
 def _check(ids: Sequence[str], parts: Sequence[Part]) -> None:
@@ -185,6 +204,15 @@ def _order(
   if len(orders) == 1:
     return orders[0]
   return grain.MapDataset.mix(orders, weights=[part.weight for part in parts])
+
+
+def content_digest(problems: Iterable[Problem]) -> str:
+  """Hexadecimal hash of all that problems say, in their order."""
+  said = (
+      (p.id, p.prompt, p.answer, sorted((str(k), v) for k, v in p.meta.items()))
+      for p in problems
+  )
+  return _digest(*said)
 
 
 def _digest(*parts: Any) -> str:

@@ -277,7 +277,7 @@ class PlainLoop:
     )
     self._workflow = SingleTurn(
         client=self._rollout.client,
-        render=lambda problem: prepared.prompts[problem.id],
+        render=prepared.prompt_ids,
         decode=lambda ids: prepared.tokenizer.decode(ids.tolist()),
         score=lambda draw, text: self._scorer(draw.problem, text),
         sampling=prepared.sampling,

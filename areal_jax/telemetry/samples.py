@@ -87,6 +87,7 @@ class SampleWriter(LimitedLog):
       self,
       *,
       prompt: str,
+      prompt_ids: Sequence[int] | np.ndarray,
       completion: str,
       reward: float | None,
       ids: Sequence[int] | np.ndarray,
@@ -100,7 +101,9 @@ class SampleWriter(LimitedLog):
     """Appends one sample; returns False where the limit left no room for it.
 
     Args:
-      prompt: text as the model saw it.
+      prompt: text of the ids that the model was fed, special tokens written
+        out.
+      prompt_ids: [P] int, these ids.
       completion: text that it sampled.
       reward: score, None where scoring gave none.
       ids: [T] int, the sampled tokens, special ones included.
@@ -132,6 +135,7 @@ class SampleWriter(LimitedLog):
             'draw_index': draw_index,
             'sample': sample,
             'prompt': prompt,
+            'prompt_ids': np.asarray(prompt_ids, np.int64),
             'completion': completion,
             'reward': reward,
             'stop_reason': stop_reason,

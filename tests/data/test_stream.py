@@ -1,5 +1,6 @@
 """The order of drawing."""
 
+import dataclasses
 import itertools
 import json
 
@@ -7,7 +8,7 @@ from hypothesis import given, settings, strategies
 import pytest
 
 from areal_jax.config import ConfigError
-from areal_jax.data.stream import Part, ProblemStream
+from areal_jax.data.stream import Part, ProblemStream, content_digest
 from areal_jax.types import Problem, Purpose
 
 
@@ -199,3 +200,32 @@ def test_state_of_another_mixture_is_refused():
 def test_parts_that_do_not_fit_are_refused(parts, message):
   with pytest.raises(ConfigError, match=message):
     ProblemStream(problems(35), seed=0, parts=parts)
+
+
+def test_all_that_problems_say_is_in_their_digest():
+  first = problems(3)
+  alike = [dataclasses.replace(problem) for problem in first]
+  assert content_digest(first) == content_digest(alike)
+  swapped = [
+      dataclasses.replace(one, prompt=other.prompt, answer=other.answer)
+      for one, other in zip(first, reversed(first))
+  ]
+  others = [swapped, first[::-1], first[:2]]
+  for change in ({'answer': 'x'}, {'prompt': 'x'}, {'meta': {'tests': [1]}}):
+    others.append([dataclasses.replace(first[0], **change), *first[1:]])
+  digests = {content_digest(other) for other in others}
+  assert len(digests) == len(others) and content_digest(first) not in digests
+
+
+def test_new_data_begin_at_their_first_problem_under_later_draw_indices():
+  old, new = ProblemStream(problems(7), seed=5), problems(5)
+  taken = [next(old).draw_index for _ in range(9)]
+  stream, plain = (ProblemStream(new, seed=5) for _ in range(2))
+  stream.begin_at(old.state()['next_draw_index'])
+  for k in range(3):
+    draw, other = next(stream), next(plain)
+    assert draw.draw_index == len(taken) + k
+    assert (draw.problem, draw.epoch) == (other.problem, other.epoch)
+  again = ProblemStream(new, seed=5)
+  again.restore(json.loads(json.dumps(stream.state())))
+  assert [next(again) for _ in range(9)] == [next(stream) for _ in range(9)]

@@ -128,11 +128,12 @@ def test_run_without_any_row_has_empty_frames(tmp_path):
 
 def test_note_of_the_limit_is_no_sample(tmp_path):
   run_folder.write_json(tmp_path / run_folder.CONFIG, {})
-  writer = SampleWriter(tmp_path / run_folder.SAMPLES, 300)
+  writer = SampleWriter(tmp_path / run_folder.SAMPLES, 400)
   for sample in range(5):
     writer.write(
-        prompt='p', completion='c', reward=1.0, ids=[1], versions=[0],
-        logps=[-0.5], step=1, draw_index=0, sample=sample, stop_reason='stop',
+        prompt='p', prompt_ids=[1], completion='c', reward=1.0, ids=[1],
+        versions=[0], logps=[-0.5], step=1, draw_index=0, sample=sample,
+        stop_reason='stop',
     )  # fmt: skip
   writer.close()
   samples = telemetry.read(tmp_path).samples

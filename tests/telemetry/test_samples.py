@@ -8,9 +8,9 @@ from areal_jax.telemetry.samples import SampleWriter
 from areal_jax.types import StopReason
 
 SAMPLE = {
-    'prompt': '3+5=', 'completion': '8.', 'reward': 0.0, 'ids': [9, 2],
-    'versions': [3, 4], 'logps': [-0.1, -2.0], 'step': 5, 'draw_index': 7,
-    'sample': 1, 'stop_reason': StopReason.STOP,
+    'prompt': '3+5=', 'prompt_ids': [1, 4], 'completion': '8.', 'reward': 0.0,
+    'ids': [9, 2], 'versions': [3, 4], 'logps': [-0.1, -2.0], 'step': 5,
+    'draw_index': 7, 'sample': 1, 'stop_reason': StopReason.STOP,
 }  # fmt: skip
 
 
