@@ -1186,8 +1186,9 @@ class Session:
         'recompiles': self._compilations.since_warm,
     }
     stalls = self._swap_stalls()
-    if stalls:
-      facts['swap_stall_ms'] = 1000 * stalls[-1]
+    last = [of_replica[-1] for of_replica in stalls if of_replica]
+    if last:
+      facts['swap_stall_ms'] = 1000 * max(last)
     return facts
 
   def _record(
@@ -1213,18 +1214,18 @@ class Session:
         trained_tokens_per_s=rates['trained_tokens_per_s'],
     )
 
-  def _swap_stalls(self) -> list[float]:
-    """Seconds that the last swaps kept replicas still.
+  def _swap_stalls(self) -> list[list[float]]:
+    """Returns the seconds for which the last swaps stopped each replica.
 
-    The first one of each starts it and is none; it is passed over as long as it
-    is among those that are kept.
+    The first swap of a replica starts it and stops nothing. It is left out
+    while it is among those that are kept.
     """
     stalls = []
     for loop in self._rollout.loops:
       lane = f'swap/{loop.name}'
       after_first = self._events.count('swap', lane) - 1
-      if after_first > 0:
-        stalls += self._events.durations('swap', lane)[-after_first:]
+      kept = self._events.durations('swap', lane)
+      stalls.append(kept[-after_first:] if after_first > 0 else [])
     return stalls
 
   def _swaps(self) -> int:
@@ -1271,7 +1272,7 @@ class Session:
       after: Evaluation,
   ) -> dict[str, Any]:
     ledger, before = controller.ledger, self._before
-    stalls = self._swap_stalls()
+    stalls = [s for of_replica in self._swap_stalls() for s in of_replica]
     summary = {
         'name': self._settings.name,
         'eval_before': before['accuracy'],

@@ -131,7 +131,7 @@ _LEARNING = (
         'gradient_norm',
         'norm',
         'Global norm of the gradient before clipping, mean over the updates'
-        ' of the step.',
+        ' of the step whose gradient was finite.',
         0.0,
         10.0,
     ),
@@ -203,8 +203,9 @@ _LEARNING = (
     Metric(
         'kl_update',
         'nats/token',
-        'k3 estimate of KL(π_prox ‖ π_θ) over the loss tokens: how far the'
-        ' updates of the step had moved the policy when its last one began.',
+        'k3 estimate of KL(π_prox ‖ π_θ) over the loss tokens, each taken when'
+        ' its minibatch is trained: how far the updates before it had moved the'
+        ' policy. 0 with one update a step.',
         0.0,
         0.1,
     ),
@@ -326,8 +327,8 @@ _LEARNING = (
         'skipped_steps',
         'steps',
         'Updates since the start of the run that left the parameters alone,'
-        ' because a gradient was not finite, no token carried one, or the'
-        ' critic was still to warm up.',
+        ' because a gradient was not finite, was exactly 0, no token carried'
+        ' one, or the critic was still to warm up.',
         0.0,
         0.0,
     ),
@@ -359,8 +360,8 @@ _OFF_POLICY = (
     Metric(
         'mixed_version_fraction',
         'share',
-        'Share of trained answers whose tokens were sampled by two versions'
-        ' or more.',
+        'Share of the answers of the step whose tokens were sampled by two'
+        ' versions or more.',
         0.0,
         1.0,
     ),
@@ -773,8 +774,8 @@ _SYSTEM = (
     Metric(
         'step_s',
         's',
-        'Wall time from the start of this step to the start of the next, the'
-        ' wait for groups included.',
+        'Wall time of the step, from the wait for its groups to the publishing'
+        ' of its version.',
         0.0,
     ),
     Metric(
@@ -817,7 +818,8 @@ _SYSTEM = (
         'swap_stall_ms',
         'ms',
         'Time for which decoding stood still to take new weights in, the'
-        ' rebuilding of caches included; of the last swap before the row.',
+        ' rebuilding of caches included: the longest over the replicas, of the'
+        ' last swap of each before the row.',
         0.0,
         1000.0,
     ),

@@ -455,7 +455,7 @@ class Trainer:
     """Of a step; outcomes are on the host."""
     tokens = [part.tokens for part in minibatches]
     values = {
-        **describe(groups, version, self._max_age),
+        **describe(groups, version, _deal(trained, self._settings)),
         **summarize(
             self._step.outcomes(outcomes, version),
             [part.denominator for part in minibatches],
@@ -767,19 +767,24 @@ def _kl_only(
 
 
 def describe(
-    groups: Sequence[Group], version: int, max_age: float = math.inf
+    groups: Sequence[Group],
+    version: int,
+    dealt: Sequence[Sequence[Trajectory]],
 ) -> dict[str, float]:
-  """Metrics that the records alone tell.
+  """Computes the metrics that the records alone tell.
 
   Args:
     groups: of one step.
     version: V, the version that the step started from. A token is V - (its
       version) old, and an answer is mixed if its tokens have two versions.
+    dealt: the trajectories of each minibatch, with the masks that they are
+      trained with.
   """
   trajectories = [t for group in groups for t in group.trajectories]
   sampled = [t.versions[t.sampled] for t in trajectories]
-  ages = version - np.concatenate(sampled)
-  ages = ages[ages <= max_age]
+  ages = version - np.concatenate(
+      [t.versions[t.loss_mask > 0] for members in dealt for t in members]
+  )
   scores = np.array([_score(t) for t in trajectories])
   draws = np.array([t.draw_index for t in trajectories])
   values = {

@@ -151,7 +151,10 @@ def test_what_each_policy_promises(policy, eta, seed, failing, pauses, cuts):
   for version in range(sum(cuts)):
     groups = [g for v, g in world.trained if v == version]
     limit = eta if policy == 'mask' else float('inf')
-    told = describe(groups, version, limit)
+    masked = [mask_stale(group, version, limit) for group in groups]
+    told = describe(
+        groups, version, [[t for g in masked for t in g.trajectories]]
+    )
     ages = [version - g.head_version for g in groups]
     assert told['head_staleness_max'] == max(ages)
     if policy == 'mask':
