@@ -232,6 +232,16 @@ def assert_one_line(text: str, words) -> None:
             'finite',
         ),
         case(
+            'infinite_rollout_group_s',
+            {'rollout.group_s': float('inf')},
+            'config.rollout.group_s is inf, wanted at least 0 and finite',
+        ),
+        case(
+            'negative_rollout_group_s',
+            {'rollout.group_s': -1.0},
+            'config.rollout.group_s is -1.0, wanted at least 0 and finite',
+        ),
+        case(
             'infinite_train_optimizer_epsilon',
             {'train.optimizer.epsilon': float('inf')},
             'config.train.optimizer.epsilon is inf, wanted above 0 and finite',

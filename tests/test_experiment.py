@@ -203,6 +203,19 @@ def test_a_demonstration_that_the_tokenizer_loses_is_refused(tmp_path):
     prepare(experiment(tmp_path, **wrong))
 
 
+def test_a_group_is_given_up_before_training_gives_up(tmp_path):
+  """By default in half the time; the caution names what hardly helps."""
+  made = experiment(tmp_path, rollout__wait_s=100.0)
+  assert made.rollout.group_limit_s == 50.0
+  made.rollout.eta = 0.0
+  assert not [c for c in cautions(resolve(made)) if 'group_s' in c]
+  made.failures.unfinished = 'retry'  # three times 50 s
+  (told,) = [c for c in cautions(resolve(made)) if 'group_s' in c]
+  assert 'given up after 3 times 50 s' in told and 'wait_s=100 s' in told
+  made.rollout.eta = 2.0  # training goes on with other groups
+  assert not [c for c in cautions(resolve(made)) if 'group_s' in c]
+
+
 def test_an_answer_that_the_tokenizer_cannot_write_is_a_caution(tmp_path):
   rows = [(f'{n}', f'{n}+1=', 'two' if n == 1 else '2.') for n in range(4)]
   path = write_rows(tmp_path / 'words.jsonl', *rows)

@@ -972,6 +972,14 @@ def test_answer_that_never_comes_ends_no_run_and_is_counted(
   assert kinds.count('unfinished') == summary['unfinished_members']
 
 
+def test_long_answers_outlive_the_time_limit_of_their_group(tmp_path):
+  """The first ones wait for programs, thousands of times as long."""
+  result = session.run(experiment(tmp_path, steps=2, rollout__group_s=1e-3))
+  assert result.summary['trained'] == 8
+  assert result.summary['unfinished_members'] == 0
+  assert result.summary['failed_members'] == 0
+
+
 def test_answers_that_do_not_parse_are_cautioned_against_and_end_no_run(
     tmp_path, capsys
 ):
