@@ -56,6 +56,7 @@ from areal_jax.tokenizer.files import (
     holds_tokenizer,
     open_tokenizer,
 )
+from areal_jax.tokenizer.prompt_check import check_prompt
 from areal_jax.tokenizer.round_trip import round_trip
 from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
 from areal_jax.train import pretrained
@@ -712,6 +713,8 @@ class Prepared:
     changed_prompts: what the tokenizer's own rules change in prompts, such as
       composing letters, a line each.
     lost_answers: right answers that the tokenizer cannot write, a line each.
+    prompt_faults: what looks wrong about one prompt and a full turn, a line
+      each; see `check_prompt`.
   """
 
   settings: Experiment
@@ -731,6 +734,7 @@ class Prepared:
   evaluation_sampling: SamplingParams
   changed_prompts: tuple[str, ...]
   lost_answers: tuple[str, ...]
+  prompt_faults: tuple[str, ...]
 
   @functools.cached_property
   def _known(self) -> dict[str, Problem]:
@@ -781,7 +785,7 @@ class Prepared:
             ('the policy cannot write {} right answers', self.lost_answers),
         )
         if found
-    ]
+    ] + [*self.prompt_faults]
 
   @property
   def max_running(self) -> int:
@@ -836,6 +840,9 @@ def prepare(experiment: Experiment) -> Prepared:
     )
   train, evaluation = (_with_prompt(s, prompts) for s in (train, evaluation))
   _check_numbers(settings, train, evaluation, left_out)
+  sampling = _sampling(
+      settings, tokenizer, temperature=settings.rollout.temperature
+  )
   return Prepared(
       settings=settings,
       model=model,
@@ -850,12 +857,20 @@ def prepare(experiment: Experiment) -> Prepared:
       left_out=left_out,
       prompts=prompts,
       demonstrations=_demonstrated_ids(settings, tokenizer, pairs),
-      sampling=_sampling(
-          settings, tokenizer, temperature=settings.rollout.temperature
-      ),
+      sampling=sampling,
       evaluation_sampling=_evaluation_sampling(settings, tokenizer),
       changed_prompts=tuple(changed),
       lost_answers=tuple(_lost_answers(tokenizer, train.problems)),
+      prompt_faults=tuple(
+          check_prompt(
+              tokenizer,
+              train.problems[0].prompt,
+              add_bos=settings.tokenizer.add_bos,
+              chat=opened.chat,
+              stop_ids=sampling.stop_ids,
+              stop_strings=sampling.stop_strings,
+          )
+      ),
   )
 
 

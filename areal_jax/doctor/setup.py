@@ -148,6 +148,15 @@ def tokenizer(prepared: Prepared) -> Iterator[Verdict]:
         'prompts written as the tokenizer has them, if the difference matters'
         ' to the answer',
     )
+  faults = prepared.prompt_faults
+  yield Verdict(
+      'prompts',
+      'look' if faults else 'ok',
+      '; '.join(faults)
+      or 'one prompt and one full turn: header, end and special tokens are'
+      ' where they belong',
+      'another tokenizer.chat_template, or what is said of each' * bool(faults),
+  )
   stops = prepared.sampling.stop_ids or settings.rollout.stop_strings
   yield judge(
       'end of answers',

@@ -3,20 +3,21 @@
 A template is Jinja, as Hugging Face folders publish it. It is other people's
 code, so it runs in Jinja's immutable sandbox: it can read the messages and
 nothing else, and changes nothing. It gets the functions that published
-templates expect, but `strftime_now`: a prompt that changes with the date could
-not be drawn again after a restart, and templates have a fixed date for where it
-is missing.
+templates expect, but `strftime_now` only where `variables` give it a fixed
+date: a prompt that changes with the date could not be drawn again after a
+restart, and most templates have a date of their own for where it is missing.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import pathlib
-from typing import Any, Mapping, NoReturn, Sequence
+from typing import Any, Callable, Mapping, NoReturn, Sequence
 
 import jinja2
-from jinja2 import ext, nodes, parser, sandbox
+from jinja2 import ext, nodes, parser, sandbox, utils
 
 from areal_jax.config import ConfigError, require
 from areal_jax.tokenizer.special_tokens import (
@@ -27,6 +28,7 @@ from areal_jax.tokenizer.special_tokens import (
 from areal_jax.types import Message
 
 FILE = 'chat_template.jinja'
+_NOW = 'strftime_now'
 
 
 class ChatTemplate:
@@ -38,10 +40,15 @@ class ChatTemplate:
     tokens: texts of special tokens by the names that templates know
       (`bos_token`, `eos_token`, ...).
     variables: further values that the template may ask for, such as
-      `enable_thinking`.
+      `enable_thinking`. A date for 'strftime_now', such as '2024-07-26', makes
+      it the function of that name, which always tells this date.
+
+  Attributes:
+    source: the Jinja text.
+    printed: names that have been printed without having a value.
 
   Raises:
-    ConfigError: the text is no Jinja template.
+    ConfigError: the text is no Jinja template, or a date is none.
   """
 
   def __init__(
@@ -53,11 +60,13 @@ class ChatTemplate:
       variables: Mapping[str, Any] | None = None,
   ):
     self.source = source
+    self.printed: set[str] = set()
     self._at = at
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[ext.loopcontrols, _Generation],
+        undefined=_noted_in(self.printed),
     )
     environment.filters['tojson'] = _to_json
     environment.globals['raise_exception'] = _refuse
@@ -68,9 +77,16 @@ class ChatTemplate:
           f'{at} line {error.lineno} is no Jinja: {error.message}'
       ) from error
     self._values = {**(tokens or {}), **(variables or {})}
+    date = self._values.get(_NOW)
+    if date is not None:
+      self._values[_NOW] = _fixed_date(date)
 
-  def render(self, messages: Sequence[Message]) -> str:
+  def render(self, messages: Sequence[Message], *, header: bool = True) -> str:
     """The text of the messages, up to where the policy's answer begins.
+
+    Args:
+      messages: of the chat.
+      header: whether what stands before an answer is written behind them.
 
     Raises:
       ConfigError: the template refuses the messages or fails on them; has its
@@ -79,7 +95,7 @@ class ChatTemplate:
     plain = [{'role': m.role, 'content': m.content} for m in messages]
     try:
       return self._template.render(
-          messages=plain, add_generation_prompt=True, **self._values
+          messages=plain, add_generation_prompt=header, **self._values
       )
     # What templates, which are programs, raise beside Jinja's own.
     except (
@@ -92,7 +108,7 @@ class ChatTemplate:
     ) as error:
       roles = [message.role for message in messages]
       raise ConfigError(
-          f'{self._at} refuses messages of {roles}: {error}'
+          f'{self._at} refuses messages of {roles}: {error}{_remedy(error)}'
       ) from error
 
 
@@ -140,6 +156,44 @@ def read_chat_template(
 
 def _is_dict(value: Any) -> bool:
   return isinstance(value, dict)
+
+
+def _noted_in(names: set[str]) -> type[jinja2.Undefined]:
+  """What stands for a missing value: nothing, and its name is noted."""
+
+  class Noted(jinja2.Undefined):
+
+    def __str__(self) -> str:
+      if self._undefined_obj is utils.missing:  # a variable, not a field
+        names.add(str(self._undefined_name))
+      return super().__str__()
+
+  return Noted
+
+
+def _fixed_date(value: Any) -> Callable[[str], str]:
+  """`strftime_now` of templates, which always tells the same date."""
+  try:
+    date = datetime.datetime.fromisoformat(value)
+  except (TypeError, ValueError) as error:
+    raise ConfigError(
+        f"chat_variables['{_NOW}'] is {value!r}, wanted a date such as"
+        " '2024-07-26'"
+    ) from error
+  return date.strftime
+
+
+def _remedy(error: Exception) -> str:
+  """What to do about a value that a template cannot do without."""
+  if not isinstance(error, jinja2.UndefinedError):
+    return ''
+  if _NOW in str(error):
+    return (
+        f"; set tokenizer.chat_variables={{'{_NOW}': '2024-07-26'}}, a date"
+        ' that stays the same, so that prompts can be drawn again after a'
+        ' restart'
+    )
+  return '; set it in tokenizer.chat_variables'
 
 
 def _refuse(message: str) -> NoReturn:

@@ -167,3 +167,29 @@ def test_too_few_devices_fail(tmp_path):
   prepared = prepare(experiment(tmp_path, mesh__rollout__replicas=99))
   (verdict,) = setup.devices(prepared)
   assert verdict.status == 'fail' and '100 wanted' in verdict.said
+
+
+def test_prompts_that_a_template_gets_wrong_are_looked_at(tmp_path):
+  prepared = prepare(experiment(tmp_path))
+  assert by_name(setup.tokenizer(prepared))['prompts'].status == 'ok'
+  rows = [
+      {'id': str(i), 'prompt': [{'role': 'user', 'content': f'{i}='}],
+       'answer': f'{i}.'}
+      for i in range(12)
+  ]  # fmt: skip
+  for name, part in (('train', rows[:8]), ('eval', rows[8:])):
+    lines = '\n'.join(map(json.dumps, part))
+    (tmp_path / f'{name}.jsonl').write_text(lines)
+  prepared = prepare(
+      experiment(
+          tmp_path,
+          task__train_file=str(tmp_path / 'train.jsonl'),
+          task__eval_file=str(tmp_path / 'eval.jsonl'),
+          tokenizer__chat_template='{% for m in messages %}{{ m.content }};'
+          '{% endfor %}',
+      )
+  )
+  verdict = by_name(setup.tokenizer(prepared))['prompts']
+  assert verdict.status == 'look'
+  assert "ends an answer with ';', which is no stop" in verdict.said
+  assert any('which is no stop' in caution for caution in prepared.cautions)

@@ -155,3 +155,29 @@ def test_file_that_holds_something_else_is_named(tmp_path, content, message):
   (tmp_path / 'tokenizer_config.json').write_text(content)
   with pytest.raises(ConfigError, match=message):
     read_chat_template(tmp_path)
+
+
+def test_date_of_a_template_is_the_one_that_is_set():
+  source = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+  with pytest.raises(
+      ConfigError,
+      match="'strftime_now' is undefined; set .*2024-07-26",
+  ):
+    ChatTemplate(source).render(ASK)
+  dated = ChatTemplate(source, variables={'strftime_now': '2024-07-26'})
+  assert dated.render(ASK).startswith('26 Jul 2024 ')
+  with pytest.raises(ConfigError, match="is 'today', wanted a date such as"):
+    ChatTemplate(source, variables={'strftime_now': 'today'})
+
+
+def test_function_that_is_missing_is_named_with_the_setting():
+  with pytest.raises(
+      ConfigError, match="'tool_text' is undefined; set it in tokenizer.chat_va"
+  ):
+    ChatTemplate('{{ tool_text(1) }}').render(ASK)
+
+
+def test_header_of_the_answer_can_be_left_out():
+  source = '{{ messages[0].content }}{{ add_generation_prompt }}'
+  assert ChatTemplate(source).render(ASK).endswith('True')
+  assert ChatTemplate(source).render(ASK, header=False).endswith('False')
