@@ -1,9 +1,10 @@
 """What chat templates get wrong in silence, seen by rendering one prompt.
 
 A template is somebody else's program. It can leave out the header of the
-answer, end a turn with a token that nobody stops at, or put BOS where the tokenizer
-puts it too. None of that raises, and the policy is trained on it. So one prompt
-and one full turn are rendered before a run, and what looks wrong is said.
+answer, end a turn with a token that nobody stops at, or put BOS where the
+tokenizer puts it too. None of that raises, and the policy is trained on it. So
+one prompt and one full turn are rendered before a run, and what looks wrong is
+said.
 """
 
 from __future__ import annotations
