@@ -618,12 +618,15 @@ class Session:
   def _test_reward(self) -> None:
     """Scores gold answers; ends the run if none of them gets a score.
 
-    It comes before anything is compiled.
+    It comes before anything is compiled. Without gold answers it only sees
+    whether the reward can be called at all.
     """
     reward = self._settings.reward
-    problems = [p for p in self._prepared.evaluation if p.answer][:_SELF_TESTED]
-    if self._carried is not None or not reward.self_test or not problems:
+    if self._carried is not None or not reward.self_test:
       return
+    held_out = self._prepared.evaluation
+    golds = [p for p in held_out if p.answer]
+    problems = (golds or held_out)[:_SELF_TESTED]
     self._judge.start()
     self._reward_failed = True  # it is told below
     # Time for the work of each worker to run out of time some times.
@@ -652,6 +655,14 @@ class Session:
         check=check,
     )
     self._tell_reward_output()
+    if not golds:
+      self._reward_failed = bool(found.failed)
+      if found.failed and not found.scored:
+        self._progress.note(
+            'caution: the reward gives none of the texts tried a score'
+            f' ({found.why}; details: {self._reward_errors.path})'
+        )
+      return
     try:
       found.require_scores()
     except BadReward as error:

@@ -114,6 +114,29 @@ def test_share_of_unparseable_answers_is_measured_and_told(tmp_path, capsys):
   )
 
 
+def test_reward_of_a_task_without_gold_answers_is_called_at_the_start(
+    tmp_path, capsys
+):
+  held_out = tmp_path / 'held_out.jsonl'
+  held_out.write_text(
+      '\n'.join(
+          json.dumps({'id': str(i), 'prompt': f'{i}+1=', 'answer': ''})
+          for i in range(4)
+      )
+  )
+  code, lines = _run(
+      tmp_path, capsys, 'always_raises', task__eval_file=str(held_out)
+  )
+  assert code == 1
+  said = 'caution: the reward gives none of the texts tried a score'
+  first = [n for n in lines if n.startswith(('caution', 'error'))]
+  assert first[0].startswith(
+      f'{said} (tests.session_rewards:always_raises raised LookupError'
+  )
+  assert first[1].startswith('error: 0 of 4 evaluation answers could be scored')
+  assert 'Traceback' not in '\n'.join(lines)
+
+
 def test_what_a_reward_prints_is_shown_once_and_kept(tmp_path, capfd):
   code, lines = _run(tmp_path, capfd, 'prints')
   assert code == 0
