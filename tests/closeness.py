@@ -21,8 +21,8 @@ def assert_close(
 ) -> None:
   """Compares two trees of sums, tensor by tensor.
 
-  An element may differ by relative · max(max |wanted|, size) of its tensor. What
-  is infinite or no number in one has to be so in the other.
+  An element may differ by relative · max(max |wanted|, size) of its tensor.
+  Infinite elements and those that are no number have to be so in both.
 
   Args:
     got: a tree of arrays.
