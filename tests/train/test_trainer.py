@@ -562,7 +562,7 @@ def test_version_labels_give_the_staleness_metrics():
       ),
       group(1, answer(1, 0, 0.5, [2, 2, 2]), answer(1, 1, 0.5, [1])),
   ]
-  metrics = trainer_lib.describe(groups, 5)
+  metrics = trainer_lib.describe(groups, 5, [g.trajectories for g in groups])
   assert metrics == {
       'reward_mean': pytest.approx(0.5),
       'reward_std': pytest.approx(np.sqrt(0.125)),
