@@ -198,7 +198,7 @@ def test_weights_that_are_wrong_leave_nothing(refused, run, tmp_path):
     'arguments, words',
     [
         (['--form=hf'], "Unknown command line flag 'form'"),
-        (['out'], "['out'] are left over, wanted only --flag=value"),
+        (['out'], "'out' is left over, wanted only --flag=value"),
         (['--shard_bytes=many'], 'flag --shard_bytes=many'),
     ],
 )
