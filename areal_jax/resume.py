@@ -256,6 +256,7 @@ def parts(
               'dropped': {r.value: n for r, n in ledger.dropped.items()},
           },
           'failed_members': snapshot.failed_members,
+          'failed_groups': snapshot.failed_groups,
           'data': snapshot.data,
           'evaluation': carried.evaluation,
           'logs': carried.logs,
@@ -321,6 +322,8 @@ def read(saved: Saved) -> Carried:
           running=kept['running'],
           data=run['data'],
           failed_members=run['failed_members'],
+          # Checkpoints of earlier versions did not count them.
+          failed_groups=run.get('failed_groups', 0),
       ),
       shuffle=kept['shuffle'],
       seed=run['seed'],

@@ -929,7 +929,7 @@ class Session:
     cut = self._async.call(self._published, controller, trainer.version, due)
     handed_out.seconds = time.monotonic() - start
     handed_out.mark = book.mark()
-    handed_out.facts = self._facts(groups, controller)
+    handed_out.facts = self._facts(controller)
     handed_out.facts['published_bytes'] = handle.bytes
     if self._settings.train.offload_optimizer:
       handed_out.facts |= trainer.offloaded.metrics()
@@ -1159,9 +1159,7 @@ class Session:
 
   # What is written down.
 
-  def _facts(
-      self, groups: Sequence[Group], controller: Controller
-  ) -> dict[str, float]:
+  def _facts(self, controller: Controller) -> dict[str, float]:
     """Metrics of the host, at the moment."""
     flow = self._async.call(lambda: dataclasses.replace(controller.ledger))
     counts = dict(self._scorer.counts)
@@ -1179,7 +1177,7 @@ class Session:
         'in_flight': flow.outstanding,
         'running': flow.running,
         'ready': flow.ready,
-        'groups_failed': sum(bool(g.failed) for g in groups),
+        'groups_failed': controller.failed_groups,
         'reward_errors': counts['error'],
         'reward_timeouts': counts['timeout'],
         'reward_unparseable': counts['unparseable'],

@@ -1049,6 +1049,9 @@ def test_silence_is_told_with_the_reward_that_hangs(tmp_path, capsys):
   assert summary['failed_members'] == summary['rewards']['timeout']
   scored = rows_of(result, 'samples.jsonl')
   assert len(scored) == 2 * 16 - summary['failed_members']
+  rows = rows_of(result, run_folder.METRICS)
+  failed = [row['groups_failed'] for row in rows if 'groups_failed' in row]
+  assert failed == sorted(failed) and failed[-1] >= 1
 
 
 def test_shuffled_rewards_are_the_same_rewards():

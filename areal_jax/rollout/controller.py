@@ -127,6 +127,7 @@ class Snapshot:
     running: draws under way; after a restart they are generated again.
     data: position of the data iterator behind the last draw.
     failed_members: answers without a score so far.
+    failed_groups: groups with such an answer so far.
   """
 
   ledger: Ledger
@@ -134,6 +135,7 @@ class Snapshot:
   running: tuple[Draw, ...]
   data: dict[str, Any]
   failed_members: int = 0
+  failed_groups: int = 0
 
 
 class Controller:
@@ -174,6 +176,8 @@ class Controller:
     ledger: the counts.
     costs: tokens by what became of them.
     failed_members: samples without a score so far.
+    failed_groups: groups with such a sample so far, those included that have
+      no other and are dropped.
     retried_members: times that a sample was tried again.
     unfinished_members: times that a sample was given up because it took too
       long or its workflow was cancelled by somebody else.
@@ -202,6 +206,7 @@ class Controller:
     self.ledger = ledger
     self.costs = Costs()
     self.failed_members = 0
+    self.failed_groups = 0
     self.retried_members = 0
     self.unfinished_members = 0
     self.answers = 0
@@ -266,6 +271,7 @@ class Controller:
         dropped=saved.dropped.copy(),
     )
     self.failed_members = snapshot.failed_members
+    self.failed_groups = snapshot.failed_groups
     again = sorted(snapshot.running, key=lambda draw: draw.draw_index)
     self._again.extend(
         dataclasses.replace(draw, attempt=draw.attempt + 1) for draw in again
@@ -353,6 +359,7 @@ class Controller:
         running=(*(draw for draw, _ in self._running.values()), *self._again),
         data=self._draws.state(),
         failed_members=self.failed_members,
+        failed_groups=self.failed_groups,
     )
 
   def explain(self) -> str:
@@ -547,6 +554,7 @@ class Controller:
 
   def _finish(self, group: Group, keep: bool, unfinished: bool) -> None:
     self.failed_members += len(group.failed)
+    self.failed_groups += bool(group.failed)
     if not group.trajectories:
       self._buffer.forget(group.draw_index)
       reason = DropReason.UNFINISHED if unfinished else DropReason.FAILED

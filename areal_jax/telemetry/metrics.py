@@ -675,7 +675,8 @@ _FLOW = (
     Metric(
         'groups_failed',
         'groups',
-        'Groups since the start in which a member has no score.',
+        'Groups since the start of the run in which a member ended without a'
+        ' score, those included in which all did.',
         0.0,
         0.0,
     ),

@@ -86,7 +86,7 @@ def test_what_fails_for_good_leaves_its_group_with_the_reason(
   ((sample, reason),) = short.failed
   assert sample == 0 and str(error) in reason
   assert len(workflow.attempts) == asked
-  assert controller.failed_members == 1
+  assert controller.failed_members == controller.failed_groups == 1
 
 
 @pytest.mark.parametrize(
@@ -277,6 +277,8 @@ def test_group_of_which_no_answer_comes_is_dropped_and_replaced(how):
   assert [group.draw_index for group in batch] == [0, 1, 3, 4]
   assert controller.ledger.dropped == {DropReason.UNFINISHED: 1}
   assert controller.ledger.balanced() and controller.unfinished_members == 2
+  # A group that failed wholly is a failed group, though it is never trained.
+  assert controller.failed_groups == 1
   assert events.count(('unfinished', 2)) == 2 and ('drop', 2) in events
 
 
@@ -295,10 +297,11 @@ def test_hanging_answer_of_before_a_restart_is_given_up_after_it(policy):
   cut = virtual_time.run(cut_short())
   assert [draw.draw_index for draw in cut.running] == [0]
   after = unending(workflow, policy=policy)
-  after.restore(cut)
+  after.restore(dataclasses.replace(cut, failed_groups=7))
   batch = virtual_time.run(first_batch(after))
   assert [group.draw_index for group in batch] == [0, 1, 2, 3]
   assert [s for s, _ in batch[0].failed] == [0]
+  assert after.failed_groups == 8  # since the start of the run
 
 
 def test_long_answer_is_not_given_up_as_long_as_an_engine_works_for_it():
