@@ -1,6 +1,6 @@
 """How every command line is read: `--config=FILE`, then its overrides.
 
-Argument strings go in, an open `Experiment` comes out (`experiment.prepare`
+Argument strings go in, an open `Experiment` comes out (`prepare`
 checks it further). Each mistake is one line on standard error, all of them
 together, and the exit code is 2.
 What a command does is left to the doors; a door with flags of its own defines
@@ -38,7 +38,7 @@ from areal_jax.sandbox.call import call
 from areal_jax.telemetry import run_folder
 
 if typing.TYPE_CHECKING:
-  from areal_jax.experiment import Experiment
+  from areal_jax.settings.experiment import Experiment
 
 _HELP = 'A file with get_config(), e.g. experiments/quickstart.py.'
 _WANTED = 'a Python file with get_config(), e.g. experiments/quickstart.py'
@@ -243,7 +243,7 @@ def _left_over(word: str) -> str:
 def _hint(word: str) -> str:
   """'; did you mean ...?' or nothing."""
   # pylint: disable=g-import-not-at-top
-  from areal_jax.experiment import Experiment
+  from areal_jax.settings.experiment import Experiment
 
   form = hints.right_form(Experiment, word)
   return form and f'; {form}'
@@ -277,7 +277,7 @@ def _load(spec: str, overrides: Sequence[str]) -> Experiment:
 def _use_algorithm(experiment: Experiment, overrides: Sequence[str]) -> None:
   """Puts the preset of `--config.algorithm=NAME` under all other overrides."""
   # pylint: disable=g-import-not-at-top
-  from areal_jax.experiment import use_algorithm
+  from areal_jax.settings.algorithm import use_algorithm
 
   given = {}
   for override in overrides:
@@ -300,7 +300,7 @@ def _use_algorithm(experiment: Experiment, overrides: Sequence[str]) -> None:
 def _load_json(path: str) -> Experiment:
   """The settings of a run, as it wrote them into its folder."""
   # pylint: disable=g-import-not-at-top
-  from areal_jax.experiment import Experiment
+  from areal_jax.settings.experiment import Experiment
 
   try:
     return from_dict(Experiment, json.loads(pathlib.Path(path).read_bytes()))
@@ -318,7 +318,7 @@ def _load_json(path: str) -> Experiment:
 def _load_python(spec: str) -> Experiment:
   """What get_config() of a file returns."""
   # pylint: disable=g-import-not-at-top
-  from areal_jax.experiment import Experiment
+  from areal_jax.settings.experiment import Experiment
 
   path, colon, variant = spec.partition(':')
   try:
@@ -351,7 +351,7 @@ def _load_python(spec: str) -> Experiment:
 def _call(path: str, function: Callable[..., Any], *args: Any) -> Any:
   """Calls into the config file; whatever it raises names file and line."""
   # pylint: disable=g-import-not-at-top
-  from areal_jax.experiment import Experiment
+  from areal_jax.settings.experiment import Experiment
 
   outcome = call(function, *args)
   if outcome.status == 'ok':

@@ -5,7 +5,8 @@ The dataclasses are open while flags are read (`ml_collections.config_flags`
 assigns to them); `resolve` then checks types and values of the whole tree and
 returns a frozen, hashable copy. A dataclass that has more to say about its
 values defines `validate(self, at)`, where `at` is its path in the tree, and
-calls `require` there. Checks that span several rooms live in `experiment.py`.
+calls `require` there. Checks that span several rooms live in
+`settings/`.
 
 All mistakes of a tree are told together. Inside `validate`, `require` notes a
 mistake and goes on. A check that fails after it has read a setting that was

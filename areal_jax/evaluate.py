@@ -35,8 +35,9 @@ from areal_jax.config import ConfigError, require, to_dict
 from areal_jax.telemetry import jsonl, run_folder
 
 if typing.TYPE_CHECKING:
-  from areal_jax.experiment import Experiment, Prepared
+  from areal_jax.prepare.prepared import Prepared
   from areal_jax.rollout.evaluation import Evaluation
+  from areal_jax.settings.experiment import Experiment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +96,8 @@ def evaluate(asked: Asked) -> Evaluation:
     ConfigError: a mistake in the settings; nothing was written.
   """
   # pylint: disable=g-import-not-at-top
-  from areal_jax.experiment import prepare
   from areal_jax.mesh.slices import devices_first, generation_only
+  from areal_jax.prepare.prepared import prepare
   from areal_jax.rollout.evaluation import table_text
   from areal_jax.telemetry.health import Health
 
@@ -153,6 +154,7 @@ def _ask(prepared: Prepared, version: int, printed: pathlib.Path) -> Evaluation:
   # pylint: disable=g-import-not-at-top
   import jax
 
+  from areal_jax.build import served_policy
   from areal_jax.cluster.evaluations import Evaluations
   from areal_jax.cluster.local import (
       AsyncThread,
@@ -160,7 +162,6 @@ def _ask(prepared: Prepared, version: int, printed: pathlib.Path) -> Evaluation:
       build_rollout,
       require_memory,
   )
-  from areal_jax.experiment import served_policy
   from areal_jax.mesh.program_cache import keep_programs
   from areal_jax.mesh.rules import Rules
   from areal_jax.mesh.slices import cut, generation_only, machine_devices

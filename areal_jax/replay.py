@@ -21,20 +21,19 @@ from typing import Any, Mapping
 
 from areal_jax import config as config_lib
 from areal_jax import resume
-from areal_jax.config import ConfigError, require
-from areal_jax.experiment import (
-    Experiment,
-    Prepared,
+from areal_jax.build import (
     build_trainer,
     export_policy,
     initial_params,
-    prepare,
     warm_started,
 )
+from areal_jax.config import ConfigError, require
 from areal_jax.mesh.program_cache import keep_programs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, devices_first, machine_devices
 from areal_jax.models import transformer
+from areal_jax.prepare.prepared import Prepared, prepare
+from areal_jax.settings.experiment import Experiment
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.metrics import MetricWriter

@@ -19,7 +19,7 @@ from absl import app
 from areal_jax import command
 
 if typing.TYPE_CHECKING:
-  from areal_jax.experiment import Experiment
+  from areal_jax.settings.experiment import Experiment
 
 
 def main(experiment: Experiment) -> int:

@@ -30,8 +30,9 @@ from areal_jax.config import ConfigError, require
 from areal_jax.types import SAMPLING_RULES
 
 if typing.TYPE_CHECKING:
-  from areal_jax.experiment import Experiment, PreparedPolicy
   from areal_jax.mesh.slices import MeshSettings
+  from areal_jax.prepare.prepared import PreparedPolicy
+  from areal_jax.settings.experiment import Experiment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +99,8 @@ def _serve(serving: Serving) -> None:
     )
   choice = serving.choice
   # pylint: disable=g-import-not-at-top
-  from areal_jax.experiment import prepare_policy
   from areal_jax.mesh.slices import devices_first
+  from areal_jax.prepare.prepared import prepare_policy
 
   if serving.run:
     command.point_to_run(serving.experiment, serving.run)
@@ -145,7 +146,7 @@ def _alone(mesh: MeshSettings) -> MeshSettings:
 def _start(policy: PreparedPolicy, port: int) -> Any:
   """The running server of a policy, everything compiled."""
   # pylint: disable=g-import-not-at-top
-  from areal_jax.experiment import served_policy
+  from areal_jax.build import served_policy
   from areal_jax.mesh.program_cache import keep_programs
   from areal_jax.mesh.rules import Rules
   from areal_jax.mesh.slices import cut, machine_devices

@@ -37,6 +37,14 @@ import numpy as np
 from areal_jax import config as config_lib
 from areal_jax import resume
 from areal_jax.buffer import GroupBuffer
+from areal_jax.build import (
+    build_trainer,
+    compile_training_ahead,
+    export_merged,
+    export_policy,
+    initial_params,
+    warm_started,
+)
 from areal_jax.cluster.evaluations import Evaluations
 from areal_jax.cluster.local import (
     AsyncThread,
@@ -51,24 +59,12 @@ from areal_jax.cluster.signals import Interrupted, Signals
 from areal_jax.cluster.watchdog import Watchdog
 from areal_jax.config import require
 from areal_jax.data.stream import ProblemStream
-from areal_jax.experiment import (
-    Experiment,
-    Prepared,
-    algorithm_changes,
-    build_trainer,
-    cautions,
-    compile_training_ahead,
-    export_merged,
-    export_policy,
-    initial_params,
-    prepare,
-    warm_started,
-)
 from areal_jax.ledger import Ledger
 from areal_jax.mesh.program_cache import keep_programs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, devices_first, machine_devices
 from areal_jax.models import transformer
+from areal_jax.prepare.prepared import Prepared, prepare
 from areal_jax.resume import Carried, Start
 from areal_jax.rewards.base import BadReward
 from areal_jax.rewards.scorer import Scorer
@@ -77,6 +73,9 @@ from areal_jax.rollout.controller import Controller, Costs, Snapshot
 from areal_jax.rollout.evaluation import Evaluation, table_text
 from areal_jax.rollout.memory import decode_state_bytes
 from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.settings.algorithm import algorithm_changes
+from areal_jax.settings.cautions import cautions
+from areal_jax.settings.experiment import Experiment
 from areal_jax.telemetry import plots, run_folder, trace
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.events import EventLog

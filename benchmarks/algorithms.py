@@ -27,8 +27,9 @@ import jax
 
 from areal_jax import command, session
 from areal_jax.data import running_totals
-from areal_jax.experiment import Experiment, use_algorithm
 from areal_jax.losses.presets import PRESETS
+from areal_jax.settings.algorithm import use_algorithm
+from areal_jax.settings.experiment import Experiment
 from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.types import Problem
 from benchmarks import report

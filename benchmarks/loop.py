@@ -50,19 +50,19 @@ from absl import app, flags
 import numpy as np
 
 from areal_jax import command, session
-from areal_jax.experiment import (
-  Experiment,
-  PolicySettings,
-  RolloutSettings,
-  TaskSettings,
-  TokenizerSettings,
-)
 from areal_jax.mesh.slices import MeshSettings
 from areal_jax.models import hf
 from areal_jax.models.config import ModelConfig
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
 from areal_jax.rollout.evaluation import EvaluationSettings
+from areal_jax.settings.experiment import Experiment
+from areal_jax.settings.rollout import RolloutSettings
+from areal_jax.settings.task import (
+    PolicySettings,
+    TaskSettings,
+    TokenizerSettings,
+)
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece

@@ -27,11 +27,12 @@ import jax
 import numpy as np
 
 from areal_jax import command
-from areal_jax.experiment import Prepared, initial_params, prepare
+from areal_jax.build import initial_params
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh import slices
 from areal_jax.mesh.rules import Rules
 from areal_jax.models.config import ModelConfig
+from areal_jax.prepare.prepared import Prepared, prepare
 from areal_jax.rollout.client import EngineClient
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.loop import EngineLoop

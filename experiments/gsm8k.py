@@ -20,23 +20,25 @@ docs/results/ holds no figure of it.
     --topology=v5e:2x4
 """
 
-from areal_jax.data.sources import SourceSettings
-from areal_jax.experiment import (
+from areal_jax.settings import (
+    EngineSettings,
+    EvaluationSettings,
     Experiment,
+    MeshSettings,
+    ModelConfig,
+    OptimizerSettings,
+    PackingSettings,
+    PolicyLoss,
     PolicySettings,
+    RewardSettings,
+    RolloutMesh,
     RolloutSettings,
+    SourceSettings,
     TaskSettings,
     TokenizerSettings,
+    TrainMesh,
+    TrainSettings,
 )
-from areal_jax.losses.policy import PolicyLoss
-from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh
-from areal_jax.models.config import ModelConfig
-from areal_jax.rewards.scorer import RewardSettings
-from areal_jax.rollout.engine import EngineSettings
-from areal_jax.rollout.evaluation import EvaluationSettings
-from areal_jax.train.optimizer import OptimizerSettings
-from areal_jax.train.packing import PackingSettings
-from areal_jax.train.trainer import TrainSettings
 
 _QUESTION = (
     '{prompt}\nReason step by step, and put your final answer within \\boxed{}.'

@@ -10,20 +10,20 @@ lengths stay as they are, then goes on. The experiment is there to be timed, by
 `python -m benchmarks.async_vs_sync`. Figures: docs/results/.
 """
 
-from areal_jax.experiment import (
+from areal_jax.settings import (
+    EngineSettings,
+    EvaluationSettings,
     Experiment,
+    ModelConfig,
+    OptimizerSettings,
+    PackingSettings,
     PolicySettings,
+    RewardSettings,
     RolloutSettings,
     TaskSettings,
+    TrainSettings,
+    WarmStartSettings,
 )
-from areal_jax.models.config import ModelConfig
-from areal_jax.rewards.scorer import RewardSettings
-from areal_jax.rollout.engine import EngineSettings
-from areal_jax.rollout.evaluation import EvaluationSettings
-from areal_jax.train.optimizer import OptimizerSettings
-from areal_jax.train.packing import PackingSettings
-from areal_jax.train.supervised import WarmStartSettings
-from areal_jax.train.trainer import TrainSettings
 
 
 def get_config() -> Experiment:

@@ -25,24 +25,26 @@ was at hand. docs/scale.md has what they and others would need.
 """
 
 from areal_jax.config import require
-from areal_jax.data.sources import SourceSettings
-from areal_jax.experiment import (
+from areal_jax.settings import (
+    CheckpointSettings,
+    EngineSettings,
+    EvaluationSettings,
     Experiment,
+    MeshSettings,
+    ModelConfig,
+    OptimizerSettings,
+    PackingSettings,
     PolicySettings,
+    RewardSettings,
+    RolloutMesh,
     RolloutSettings,
+    SourceSettings,
     TaskSettings,
     TokenizerSettings,
+    TrainMesh,
+    TrainSettings,
     use_algorithm,
 )
-from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh
-from areal_jax.models.config import ModelConfig
-from areal_jax.rewards.scorer import RewardSettings
-from areal_jax.rollout.engine import EngineSettings
-from areal_jax.rollout.evaluation import EvaluationSettings
-from areal_jax.train.checkpoint import CheckpointSettings
-from areal_jax.train.optimizer import OptimizerSettings
-from areal_jax.train.packing import PackingSettings
-from areal_jax.train.trainer import TrainSettings
 
 _QUESTION = (
     '{prompt}\nPlease reason step by step, and put your final answer within'

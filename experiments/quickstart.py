@@ -13,22 +13,22 @@ The same file runs on a TPU or GPU machine: its first device trains, its second
 generates.
 """
 
-from areal_jax.experiment import (
+from areal_jax.settings import (
+    CheckpointSettings,
+    EngineSettings,
+    EvaluationSettings,
     Experiment,
+    ModelConfig,
+    OptimizerSettings,
+    PackingSettings,
+    PolicyLoss,
     PolicySettings,
+    RewardSettings,
     RolloutSettings,
     TaskSettings,
+    TrainSettings,
+    WarmStartSettings,
 )
-from areal_jax.losses.policy import PolicyLoss
-from areal_jax.models.config import ModelConfig
-from areal_jax.rewards.scorer import RewardSettings
-from areal_jax.rollout.engine import EngineSettings
-from areal_jax.rollout.evaluation import EvaluationSettings
-from areal_jax.train.checkpoint import CheckpointSettings
-from areal_jax.train.optimizer import OptimizerSettings
-from areal_jax.train.packing import PackingSettings
-from areal_jax.train.supervised import WarmStartSettings
-from areal_jax.train.trainer import TrainSettings
 
 
 def get_config() -> Experiment:

@@ -24,22 +24,22 @@ Grade-school problems instead, far harder for it and slow on a CPU:
 import dataclasses
 
 from areal_jax.config import require
-from areal_jax.data.sources import SourceSettings
-from areal_jax.experiment import (
+from areal_jax.settings import (
+    EngineSettings,
+    EvaluationSettings,
     Experiment,
+    ModelConfig,
+    OptimizerSettings,
+    PackingSettings,
+    PolicyLoss,
     PolicySettings,
+    RewardSettings,
     RolloutSettings,
+    SourceSettings,
     TaskSettings,
     TokenizerSettings,
+    TrainSettings,
 )
-from areal_jax.losses.policy import PolicyLoss
-from areal_jax.models.config import ModelConfig
-from areal_jax.rewards.scorer import RewardSettings
-from areal_jax.rollout.engine import EngineSettings
-from areal_jax.rollout.evaluation import EvaluationSettings
-from areal_jax.train.optimizer import OptimizerSettings
-from areal_jax.train.packing import PackingSettings
-from areal_jax.train.trainer import TrainSettings
 
 _MODEL = 'SmolLM2-135M-Instruct'
 

@@ -15,21 +15,21 @@ For the second task, naming the opening's subject in every sentence:
     --config.reward.function=areal_jax.rewards.stories:name
 """
 
-from areal_jax.experiment import (
+from areal_jax.settings import (
+    EngineSettings,
+    EvaluationSettings,
     Experiment,
+    ModelConfig,
+    OptimizerSettings,
+    PackingSettings,
+    PolicyLoss,
     PolicySettings,
+    RewardSettings,
     RolloutSettings,
     TaskSettings,
     TokenizerSettings,
+    TrainSettings,
 )
-from areal_jax.losses.policy import PolicyLoss
-from areal_jax.models.config import ModelConfig
-from areal_jax.rewards.scorer import RewardSettings
-from areal_jax.rollout.engine import EngineSettings
-from areal_jax.rollout.evaluation import EvaluationSettings
-from areal_jax.train.optimizer import OptimizerSettings
-from areal_jax.train.packing import PackingSettings
-from areal_jax.train.trainer import TrainSettings
 
 
 def get_config() -> Experiment:

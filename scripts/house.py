@@ -30,7 +30,9 @@ FLOORS = (
     ('mesh', 'tokenizer', 'sandbox', 'telemetry'),
     ('models', 'losses', 'rewards', 'data'),
     ('rollout', 'buffer', 'train', 'weights', 'simulate'),
-    ('experiment', 'cluster', 'resume'),
+    ('settings', 'cluster', 'resume'),
+    ('prepare',),
+    ('build',),
     ('command', 'replay', 'session'),
     (
         'run',

@@ -3,15 +3,12 @@
 import os
 from typing import Any
 
-from areal_jax.experiment import (
-    Experiment,
-    PolicySettings,
-    RolloutSettings,
-    TaskSettings,
-)
 from areal_jax.models.config import ModelConfig
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout.engine import EngineSettings
+from areal_jax.settings.experiment import Experiment
+from areal_jax.settings.rollout import RolloutSettings
+from areal_jax.settings.task import PolicySettings, TaskSettings
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.supervised import WarmStartSettings
 from areal_jax.train.trainer import TrainSettings

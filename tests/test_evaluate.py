@@ -8,8 +8,8 @@ import pytest
 
 from areal_jax import command, config, evaluate, session
 from areal_jax.config import ConfigError
-from areal_jax.experiment import Experiment
 from areal_jax.rollout.evaluation import EvaluationSettings
+from areal_jax.settings.experiment import Experiment
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
 from tests.conftest import ROOT

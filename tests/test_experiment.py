@@ -16,21 +16,16 @@ from areal_jax import convert
 from areal_jax.config import ConfigError, from_dict, resolve, to_dict
 from areal_jax.convert import Conversion
 from areal_jax.data.running_totals import texts
-from areal_jax.experiment import (
-    Experiment,
-    algorithm_changes,
-    cautions,
-    prepare,
-    prepare_policy,
-    prepare_shapes,
-    use_algorithm,
-)
 from areal_jax.losses.advantages import AdvantageSettings, Normalization
 from areal_jax.losses.policy import PolicyLoss, WeightRule
 from areal_jax.losses.presets import PRESETS
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.hf import save_hf
+from areal_jax.prepare.prepared import prepare, prepare_policy, prepare_shapes
+from areal_jax.settings.algorithm import algorithm_changes, use_algorithm
+from areal_jax.settings.cautions import cautions
+from areal_jax.settings.experiment import Experiment
 from areal_jax.telemetry import run_folder
 from areal_jax.tokenizer.sentencepiece_tokenizer import (
     SentencePieceTokenizer,
@@ -67,7 +62,7 @@ def test_preparing_writes_nothing_and_leaves_the_settings_open(tmp_path):
 
 def test_preparing_starts_no_device():
   code = (
-      'from areal_jax.experiment import prepare\n'
+      'from areal_jax.settings.experiment import prepare\n'
       'from tests.small_experiment import experiment\n'
       'prepare(experiment("runs", warm_start__steps=1))\n'
       'import jax._src.xla_bridge as bridge\n'

@@ -10,10 +10,10 @@ import tokenizers
 
 from areal_jax import command, session
 from areal_jax.data.sources import SourceSettings
-from areal_jax.experiment import prepare
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.hf import save_hf
+from areal_jax.prepare.prepared import prepare
 from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.tokenizer.files import open_tokenizer
 from areal_jax.types import Message

@@ -3,7 +3,7 @@
 import pytest
 
 from areal_jax import hints
-from areal_jax.experiment import Experiment
+from areal_jax.settings.experiment import Experiment
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from areal_jax import session
+from areal_jax.build import served_policy
 from areal_jax.config import ConfigError
-from areal_jax.experiment import prepare, served_policy
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import hf, lora, peft, transformer
 from areal_jax.models.config import LoraSettings
+from areal_jax.prepare.prepared import prepare
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.train import checkpoint, pretrained

@@ -22,11 +22,11 @@ from areal_jax import resume, session
 from areal_jax.config import ConfigError
 from areal_jax.data import running_totals
 from areal_jax.data.stream import ProblemStream
-from areal_jax.experiment import prepare
 from areal_jax.losses.advantages import AdvantageSettings, Normalization
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh
 from areal_jax.models import hf
+from areal_jax.prepare.prepared import prepare
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.train import checkpoint, pretrained

@@ -10,8 +10,8 @@ import socket
 import pytest
 
 from areal_jax import serve
-from areal_jax.experiment import Experiment
 from areal_jax.models.hf import save_hf
+from areal_jax.settings.experiment import Experiment
 from areal_jax.telemetry import run_folder
 from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
 from tests import tiny

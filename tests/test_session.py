@@ -17,23 +17,16 @@ import numpy as np
 import pytest
 
 from areal_jax import session
+from areal_jax.build import initial_params
 from areal_jax.cluster.local import Rollout, Stalled, build_rollout
 from areal_jax.data.running_totals import texts
 from areal_jax.data.stream import ProblemStream
-from areal_jax.experiment import (
-    Experiment,
-    PolicySettings,
-    RolloutSettings,
-    TaskSettings,
-    initial_params,
-    prepare,
-    use_algorithm,
-)
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh, cut
 from areal_jax.models import hf, transformer
 from areal_jax.models.config import ModelConfig, MoeSettings
+from areal_jax.prepare.prepared import prepare
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout import client
 from areal_jax.rollout.engine import Engine, EngineSettings
@@ -41,6 +34,10 @@ from areal_jax.rollout.evaluation import EvaluationSettings
 from areal_jax.rollout.failures import TooManyFailures
 from areal_jax.rollout.loop import EngineLoop, EngineStopped
 from areal_jax.rollout.workflow import SingleTurn, answer_of, trajectory
+from areal_jax.settings.algorithm import use_algorithm
+from areal_jax.settings.experiment import Experiment
+from areal_jax.settings.rollout import RolloutSettings
+from areal_jax.settings.task import PolicySettings, TaskSettings
 from areal_jax.telemetry import programs, run_folder
 from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.jsonl import read_jsonl

@@ -5,7 +5,7 @@ import pytest
 
 from areal_jax import command
 from areal_jax.config import ConfigError
-from areal_jax.experiment import prepare
+from areal_jax.prepare.prepared import prepare
 from tests.conftest import ROOT
 from tests.test_gsm8k import write_policy
 

@@ -36,7 +36,7 @@ from absl import app, flags
 from areal_jax import command
 
 if typing.TYPE_CHECKING:
-  from areal_jax.experiment import Experiment
+  from areal_jax.settings.experiment import Experiment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +102,8 @@ def show(asked: Asked, refused: list[str]) -> None:
   from areal_jax.compile_check.check import check
   from areal_jax.compile_check.chips import parse_topology
   from areal_jax.config import ConfigError
-  from areal_jax.experiment import prepare_shapes
   from areal_jax.mesh.slices import devices_first
+  from areal_jax.prepare.prepared import prepare_shapes
 
   topology = parse_topology(asked.topology)
   with devices_first(asked.experiment.mesh, count=topology.count):

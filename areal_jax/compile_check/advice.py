@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from areal_jax.compile_check.findings import Report
-from areal_jax.experiment import PreparedShapes
+from areal_jax.prepare.prepared import PreparedShapes
 
 
 def advise(prepared: PreparedShapes, report: Report) -> list[str]:

@@ -29,10 +29,10 @@ from areal_jax.compile_check.sides import (
     count_elements,
     count_microbatches,
 )
-from areal_jax.experiment import PreparedShapes
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut, devices_needed
 from areal_jax.models import transformer
+from areal_jax.prepare.prepared import PreparedShapes
 from areal_jax.train.trainer import TrainSettings
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from areal_jax.compile_check.chips import Topology, in_own_slices
 from areal_jax.compile_check.findings import Holding
 from areal_jax.compile_check.programs import Program, Side, Task
-from areal_jax.experiment import PreparedShapes
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices
 from areal_jax.models import lora, transformer
+from areal_jax.prepare.prepared import PreparedShapes
 from areal_jax.rollout import memory as rollout_memory
 from areal_jax.rollout.engine import Engine
 from areal_jax.train.step import TrainStep

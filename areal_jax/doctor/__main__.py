@@ -23,7 +23,7 @@ from absl import app, flags
 from areal_jax import command
 
 if typing.TYPE_CHECKING:
-  from areal_jax.experiment import Experiment
+  from areal_jax.settings.experiment import Experiment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,8 @@ def diagnose(asked: Asked, failed: list[str]) -> None:
   # pylint: disable=g-import-not-at-top
   from areal_jax.doctor import setup
   from areal_jax.doctor.first_checks import first_checks
-  from areal_jax.experiment import prepare
   from areal_jax.mesh.slices import devices_first
+  from areal_jax.prepare.prepared import prepare
 
   def tell(verdict) -> None:
     print(verdict, flush=True)

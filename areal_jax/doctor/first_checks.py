@@ -27,24 +27,20 @@ import jax
 import numpy as np
 
 from areal_jax import session
+from areal_jax.build import build_trainer, initial_params
 from areal_jax.cluster.local import build_rollout
 from areal_jax.data.stream import ProblemStream
 from areal_jax.doctor.attribution import Attribution, Paths, attribute
 from areal_jax.doctor.verdict import Verdict, judge
-from areal_jax.experiment import (
-    Experiment,
-    Prepared,
-    build_trainer,
-    initial_params,
-    prepare,
-)
 from areal_jax.mesh.program_cache import keep_programs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut, machine_devices
 from areal_jax.models import lora
+from areal_jax.prepare.prepared import Prepared, prepare
 from areal_jax.rewards.scorer import Scorer
 from areal_jax.rollout.workflow import MemberFailed, SingleTurn
 from areal_jax.sandbox.call import call
+from areal_jax.settings.experiment import Experiment
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.jsonl import read_jsonl

@@ -1,6 +1,6 @@
 """Checks that need no training: environment, data, tokenizer, reward, sums.
 
-Each takes what `experiment.prepare` has opened and returns verdicts. Nothing
+Each takes what `prepare` has opened and returns verdicts. Nothing
 here writes a file, and only `devices` and `memory` start jax.
 """
 
@@ -21,14 +21,15 @@ import numpy as np
 
 from areal_jax.config import ConfigError
 from areal_jax.doctor.verdict import Verdict, judge
-from areal_jax.experiment import Prepared, cautions
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut, devices_needed, machine_devices
 from areal_jax.models import lora, transformer
+from areal_jax.prepare.prepared import Prepared
 from areal_jax.rewards.scorer import Scorer
 from areal_jax.rewards.self_test import self_test
 from areal_jax.rollout import memory as rollout_memory
 from areal_jax.rollout.engine import Engine
+from areal_jax.settings.cautions import cautions
 from areal_jax.telemetry.run_folder import peak_rss_bytes
 from areal_jax.train import memory as train_memory
 

@@ -3,7 +3,8 @@
 import pathlib
 
 from areal_jax.config import resolve
-from areal_jax.experiment import prepare, use_algorithm
+from areal_jax.prepare.prepared import prepare
+from areal_jax.settings.algorithm import use_algorithm
 from benchmarks import algorithms as lib
 from benchmarks.algorithms import Outcome
 

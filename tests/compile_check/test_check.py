@@ -24,10 +24,10 @@ from areal_jax.compile_check.programs import (
 )
 from areal_jax.compile_check.sides import RolloutSide, TrainSide
 from areal_jax.config import ConfigError
-from areal_jax.experiment import prepare_shapes
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut
 from areal_jax.models import moe
+from areal_jax.prepare.prepared import prepare_shapes
 from areal_jax.train.step import TrainStep
 from tests.compile_check.failing import no_such_program
 from tests.conftest import ROOT

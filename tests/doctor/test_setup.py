@@ -9,7 +9,7 @@ import sentencepiece
 
 from areal_jax.doctor import setup
 from areal_jax.doctor.verdict import Verdict, judge
-from areal_jax.experiment import prepare
+from areal_jax.prepare.prepared import prepare
 from areal_jax.rollout.memory import Estimate as RolloutEstimate
 from areal_jax.train.memory import Estimate as TrainEstimate
 from tests.small_experiment import experiment

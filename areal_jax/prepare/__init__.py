@@ -1,0 +1,1 @@
+"""Opens what the settings of a run name: see `prepared.py`."""
