@@ -1045,7 +1045,7 @@ def test_a_flag_is_refused(arguments, words):
             "@ line 2 failed: NameError: name 'missing' is not defined",
         ),
         (
-            'from areal_jax.settings.experiment import RolloutSettings\n'
+            'from areal_jax.settings import RolloutSettings\n'
             'def get_config():\n  return RolloutSettings(bach_size=3)',
             "@ line 3 failed: RolloutSettings has no field 'bach_size', wanted"
             " 'batch_size'",

@@ -62,7 +62,7 @@ def test_preparing_writes_nothing_and_leaves_the_settings_open(tmp_path):
 
 def test_preparing_starts_no_device():
   code = (
-      'from areal_jax.settings.experiment import prepare\n'
+      'from areal_jax.prepare.prepared import prepare\n'
       'from tests.small_experiment import experiment\n'
       'prepare(experiment("runs", warm_start__steps=1))\n'
       'import jax._src.xla_bridge as bridge\n'

@@ -59,6 +59,7 @@ def unnamed_tokenizer(
 
 
 def opened_tokenizer(settings: Experiment, path: str) -> Opened:
+  """Opens the tokenizer at a path, with the chat settings."""
   with named('config.tokenizer.path'):
     return open_tokenizer(path, **_chat_settings(settings))
 

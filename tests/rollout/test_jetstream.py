@@ -38,7 +38,7 @@ ENGINE = EngineSettings(
 )
 LETTERS = 'abcdefghijklmnopqrstuvwxyz 0123456789'[: tiny.VOCABULARY - 4]
 CONFIG = f"""\
-from areal_jax.settings.experiment import Experiment, RolloutSettings
+from areal_jax.settings import Experiment, RolloutSettings
 from areal_jax.mesh.slices import MeshSettings, RolloutMesh
 from areal_jax.rollout.engine import EngineSettings
 from areal_jax.rollout.sampling import SamplingFeatures
