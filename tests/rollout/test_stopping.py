@@ -4,9 +4,9 @@ from hypothesis import given, settings, strategies
 import pytest
 
 from areal_jax.rollout.stopping import Stop, StopStrings
-from areal_jax.tokenizer.byte_tokenizer import ByteTokenizer
 from areal_jax.types import SamplingParams
 from tests.tokenizer import reference
+from tests.tokenizer.byte_tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 

@@ -4,10 +4,10 @@ import pytest
 
 from areal_jax.config import ConfigError
 from areal_jax.tokenizer.base import absent_ids, render_prompt
-from areal_jax.tokenizer.byte_tokenizer import ByteTokenizer
 from areal_jax.tokenizer.chat_template import ChatTemplate
 from areal_jax.types import Message
 from tests.tokenizer import reference
+from tests.tokenizer.byte_tokenizer import ByteTokenizer
 
 
 def test_bos_is_put_in_front_once_and_only_if_asked():

@@ -3,7 +3,7 @@
 from hypothesis import given, strategies
 import pytest
 
-from areal_jax.tokenizer.byte_tokenizer import ByteTokenizer
+from tests.tokenizer.byte_tokenizer import ByteTokenizer
 
 
 def test_ids_are_bytes_after_three_special_ones():

@@ -9,7 +9,6 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from areal_jax.config import ConfigError
-from areal_jax.tokenizer.byte_tokenizer import ByteTokenizer
 from areal_jax.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from areal_jax.tokenizer.round_trip import round_trip
 from areal_jax.tokenizer.sentencepiece_tokenizer import (
@@ -17,6 +16,7 @@ from areal_jax.tokenizer.sentencepiece_tokenizer import (
     train_sentencepiece,
 )
 from tests.tokenizer import reference
+from tests.tokenizer.byte_tokenizer import ByteTokenizer
 
 HARD = (
     'plain', '  two', 'a\n\n\tb ', 'ﬁ ½ x²', '😀\u200b', '日本語',

@@ -6,10 +6,10 @@ from hypothesis import given, settings, strategies
 import pytest
 import tokenizers
 
-from areal_jax.tokenizer.byte_tokenizer import ByteTokenizer
 from areal_jax.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from areal_jax.tokenizer.streaming import REPLACEMENT, StreamingDecoder
 from tests.tokenizer import reference
+from tests.tokenizer.byte_tokenizer import ByteTokenizer
 
 TEXTS = strategies.text(
     strategies.sampled_from('ab <|>_s/▁\n\t0é–你🙂👨‍👩‍👧𝄞\ufffd\x00'),
