@@ -36,7 +36,7 @@ from areal_jax.prepare.prepared import Prepared, prepare
 from areal_jax.settings.experiment import Experiment
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.events import EventLog
-from areal_jax.telemetry.metrics import MetricWriter
+from areal_jax.telemetry.metric_writer import MetricWriter
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.schedule import Schedule, ScheduleError
 from areal_jax.train import checkpoint, memory, pretrained

@@ -80,7 +80,7 @@ from areal_jax.telemetry import plots, run_folder, trace
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.health import Health
-from areal_jax.telemetry.metrics import MetricWriter
+from areal_jax.telemetry.metric_writer import MetricWriter
 from areal_jax.telemetry.profiling import Profiler
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.samples import LimitedLog, SampleWriter

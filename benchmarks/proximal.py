@@ -32,14 +32,14 @@ from areal_jax.train.state import TrainState
 from areal_jax.train.step import Batch, TrainStep
 from areal_jax.train.trainer import TrainSettings, build_steps, prepare
 from areal_jax.types import (
-  Draw,
-  Group,
-  Problem,
-  RewardResult,
-  RewardStatus,
-  Segment,
-  StopReason,
-  Trajectory,
+    Draw,
+    Group,
+    Problem,
+    RewardResult,
+    RewardStatus,
+    Segment,
+    StopReason,
+    Trajectory,
 )
 from benchmarks import report
 from experiments import quickstart

@@ -44,12 +44,12 @@ from areal_jax import command
 from areal_jax.config import resolve
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import (
-  MeshSettings,
-  RolloutMesh,
-  Slices,
-  TrainMesh,
-  cut,
-  machine_devices,
+    MeshSettings,
+    RolloutMesh,
+    Slices,
+    TrainMesh,
+    cut,
+    machine_devices,
 )
 from areal_jax.models import transformer
 from areal_jax.models.config import PROJECTIONS, LoraSettings, ModelConfig

@@ -52,10 +52,10 @@ from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings, Shape
 from areal_jax.train.step import TrainStep, policy_objective
 from areal_jax.types import (
-  Microbatch,
-  RewardResult,
-  RewardStatus,
-  Trajectory,
+    Microbatch,
+    RewardResult,
+    RewardStatus,
+    Trajectory,
 )
 from benchmarks import generate, report, serving
 from benchmarks.serving import Peer

@@ -4,7 +4,7 @@ import numpy as np
 
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.events import EventLog
-from areal_jax.telemetry.metrics import MetricWriter
+from areal_jax.telemetry.metric_writer import MetricWriter
 from areal_jax.telemetry.samples import SampleWriter
 from areal_jax.types import StopReason
 

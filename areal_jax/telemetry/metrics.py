@@ -1,28 +1,17 @@
-"""The registry of metrics, and the files that their values go to.
+"""The table of metrics: every number that a run may report.
 
-A metric is known here with unit, definition and healthy range before it can be
-written: a reader of `metrics.jsonl` or TensorBoard finds every name explained
-in docs/metrics.md, which this file prints:
+A metric has its unit, definition and healthy range here before it can be
+written (`metric_writer.py`). So a reader of `metrics.jsonl` or TensorBoard
+finds every name explained in docs/metrics.md, which this file prints:
 
   python -m areal_jax.telemetry.metrics > docs/metrics.md
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
-import math
-import numbers
-import os
-import pathlib
 import re
-import time
-from typing import Any
-
-import tensorboardX
-from tensorboardX.proto import summary_pb2
-
-from areal_jax.telemetry import jsonl, run_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -918,7 +907,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
 METRICS: Mapping[str, Metric] = {
     metric.name: metric for group in GROUPS.values() for metric in group
 }
-_GROUP_OF = {
+GROUP_OF = {
     metric.name: group
     for group, members in GROUPS.items()
     for metric in members
@@ -928,85 +917,6 @@ _GROUP_OF = {
 def registered(name: str) -> str:
   """The name under which a metric is explained: of 'a_at_8' it is 'a_at_k'."""
   return re.sub(r'_at_[1-9]\d*$', '_at_k', name)
-
-
-class MetricWriter:
-  """Appends rows to metrics.jsonl and TensorBoard; owned by one thread.
-
-  A row of metrics.jsonl holds `step`, `version`, `wall` (seconds since 1970),
-  the values by name, and `nonfinite`: the names of those that were NaN or
-  infinite, whose values are null. Each row is on disk when `write` returns.
-
-  Args:
-    folder: folder of the run; a file there is continued.
-    after: last step of an earlier attempt that this one goes on from;
-      TensorBoard then shows none of the later steps of that attempt.
-    wall: clock of dates, in seconds since 1970.
-  """
-
-  def __init__(
-      self,
-      folder: str | os.PathLike,
-      *,
-      after: int | None = None,
-      wall: Callable[[], float] = time.time,
-  ):
-    folder = pathlib.Path(folder)
-    self._wall = wall
-    self._file = jsonl.open_to_append(folder / run_folder.METRICS)
-    self._board = tensorboardX.SummaryWriter(
-        str(folder / run_folder.TENSORBOARD),
-        flush_secs=5,
-        purge_step=None if after is None else after + 1,
-    )
-
-  def write(self, step: int, version: int, values: Mapping[str, Any]) -> None:
-    """Appends one row.
-
-    Args:
-      step: training steps done.
-      version: the version that the values speak of.
-      values: numbers (or arrays of one number on the host) by metric name.
-
-    Raises:
-      ValueError: a name that is not in `METRICS`.
-      TypeError: a value that is not one number.
-    """
-    unknown = sorted(name for name in values if registered(name) not in METRICS)
-    if unknown:
-      raise ValueError(
-          f'metrics {unknown} are not registered, wanted names of METRICS in'
-          ' areal_jax/telemetry/metrics.py (add them there with unit,'
-          ' definition and range)'
-      )
-    known = {name: _number(name, value) for name, value in values.items()}
-    wall = self._wall()
-    row = {'step': int(step), 'version': int(version), 'wall': wall}
-    nonfinite = [n for n, v in known.items() if not math.isfinite(v)]
-    row |= known | dict.fromkeys(nonfinite)
-    row['nonfinite'] = nonfinite
-    self._file.write(jsonl.line(row).encode())
-    self._file.flush()
-    # One event for all: each crosses a queue between threads, by way of a pipe.
-    # NaN is a value there: TensorBoard marks the place with a triangle.
-    shown = summary_pb2.Summary(
-        value=[
-            summary_pb2.Summary.Value(
-                tag=f'{_GROUP_OF[registered(name)]}/{name}', simple_value=value
-            )
-            for name, value in known.items()
-        ]
-    )
-    self._board.file_writer.add_summary(shown, step, walltime=wall)
-
-  def offset(self) -> int:
-    """Bytes of metrics.jsonl."""
-    return self._file.seek(0, os.SEEK_END)
-
-  def close(self) -> None:
-    """Writes what is waiting and closes the files. Again does nothing."""
-    self._file.close()
-    self._board.close()
 
 
 def documentation() -> str:
@@ -1046,18 +956,6 @@ def healthy(metric: Metric) -> str:
   if low is None:
     return f'≤ {high:g}'
   return f'{low:g}' if low == high else f'{low:g} to {high:g}'
-
-
-def _number(name: str, value: Any) -> int | float:
-  """The value as a Python number; whole numbers stay whole."""
-  if isinstance(value, numbers.Integral):
-    return int(value)
-  try:
-    if isinstance(value, str):
-      raise TypeError('text')
-    return float(value)
-  except (TypeError, ValueError) as error:
-    raise TypeError(f'metric {name} is {value!r}, wanted one number') from error
 
 
 if __name__ == '__main__':

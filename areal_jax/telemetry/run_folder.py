@@ -20,7 +20,7 @@ from areal_jax.telemetry import jsonl
 
 # What lies in the folder of a run.
 CONFIG = 'config.json'  # the resolved settings, secrets redacted
-METRICS = 'metrics.jsonl'  # a row a step; `telemetry.metrics`
+METRICS = 'metrics.jsonl'  # a row a step; `telemetry.metric_writer`
 EVENTS = 'events.jsonl'  # `telemetry.events`
 TRACE = 'trace.json'  # the same for Perfetto; `telemetry.trace`
 SAMPLES = 'samples.jsonl'  # `telemetry.samples`

@@ -11,7 +11,7 @@ import pytest
 
 from areal_jax import telemetry
 from areal_jax.telemetry import plots
-from areal_jax.telemetry.metrics import MetricWriter
+from areal_jax.telemetry.metric_writer import MetricWriter
 from tests import hand_run
 
 
