@@ -54,7 +54,7 @@ _HELP_FLAGS = {'help', 'h', '?', 'helpshort', 'helpfull'}
 
 @dataclasses.dataclass
 class _NoFile:
-  """What `--config` stands for before it names a file."""
+  """Stands for `--config` until a file is given."""
 
   def __str__(self) -> str:
     return 'none'
@@ -236,7 +236,7 @@ def _stray(argv: Sequence[str]) -> list[str]:
 
 
 def _left_over(word: str) -> str:
-  """What to say of a word that belongs to no flag."""
+  """Describes a word that belongs to no flag."""
   return f'{word!r} is left over, wanted only --flag=value{_hint(word)}'
 
 
@@ -316,7 +316,7 @@ def _load_json(path: str) -> Experiment:
 
 
 def _load_python(spec: str) -> Experiment:
-  """What get_config() of a file returns."""
+  """Returns the result of `get_config()` of a file."""
   # pylint: disable=g-import-not-at-top
   from areal_jax.settings.experiment import Experiment
 

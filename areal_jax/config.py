@@ -143,14 +143,14 @@ def named(setting: str) -> Iterator[None]:
 
 
 def unknown_field(at: str, name: str, known: Sequence[str]) -> str:
-  """What to say of a field that `at` lacks: the one most like it, or all."""
+  """Describes a field that `at` lacks, with the most similar one or all."""
   near = difflib.get_close_matches(name, known, n=1)
   wanted = repr(near[0]) if near else f'one of {sorted(known)}'
   return f'{at} has no field {name!r}, wanted {wanted}'
 
 
 def fetching(path: str, kind: str = 'model') -> str:
-  """How to fetch what a path names, if it may be a repository; '' otherwise.
+  """Says how to fetch what a path names, if it may be a repository; else ''.
 
   Example: 'Qwen/Qwen2.5-0.5B' is a name on the Hugging Face Hub unless there is
   a folder Qwen here.

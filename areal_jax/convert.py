@@ -48,7 +48,7 @@ DTYPES = ('float32', 'bfloat16', 'float16')
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-  """What the command line asks for.
+  """The parsed command line.
 
   Attributes:
     source: path of the policy.
@@ -163,7 +163,7 @@ def _from_llama2c(
 def _from_ours(
     asked: Conversion, folder: pathlib.Path
 ) -> tuple[ModelConfig, list[str]]:
-  """From a Hugging Face folder, a run or a checkpoint."""
+  """Converts a Hugging Face folder, a run or a checkpoint."""
   # pylint: disable=g-import-not-at-top
   import jax
 
@@ -255,7 +255,7 @@ def _files_of(asked: Conversion, found: Pretrained) -> dict[str, bytes]:
 
 
 def _special_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
-  """What `config.json` says of special tokens, for those who generate by it."""
+  """Returns the special ids of `config.json`, which readers generate by."""
   if not files:
     return {}
   with tempfile.TemporaryDirectory() as folder:

@@ -53,7 +53,7 @@ def fields_like(kind: type, name: str) -> list[str]:
 
 
 def right_form(kind: type, text: str) -> str:
-  """How a word of a command line should have been written; '' if unclear.
+  """Suggests how a word of a command line should be written; '' if unclear.
 
   Args:
     kind: class of the whole tree of settings.
@@ -70,7 +70,7 @@ def right_form(kind: type, text: str) -> str:
 
 
 def wrong_keyword(kind: type, cause: str) -> str:
-  """What to say of a keyword that a settings class lacks; '' of other causes.
+  """Describes a keyword that a settings class lacks; '' for other causes.
 
   Args:
     kind: class of the whole tree of settings.

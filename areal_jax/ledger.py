@@ -62,7 +62,7 @@ class Ledger:
     return (self.eta + 1) * self.batch_size
 
   def admits(self) -> bool:
-    """Whether one more group may start now."""
+    """Returns whether one more group may start now."""
     return self.outstanding < self.limit
 
   def admit(self) -> None:
@@ -103,7 +103,7 @@ class Ledger:
     self.version = version
 
   def balanced(self) -> bool:
-    """Whether drawn = trained + dropped + in flight."""
+    """Returns whether drawn = trained + dropped + in flight."""
     left = self.trained + sum(self.dropped.values())
     return self.drawn == left + self.outstanding
 

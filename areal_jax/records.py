@@ -53,7 +53,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-  """What `dumps` was given. Mappings come back as dicts.
+  """Reads what `dumps` wrote. Mappings come back as dicts.
 
   Raises:
     ValueError: bytes that `dumps` did not write, or that name a type or field

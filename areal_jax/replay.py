@@ -56,7 +56,7 @@ _DECIDE = (
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-  """What a replay leaves: its folder and its summary, as written."""
+  """The folder and the summary of a replay, as written."""
 
   folder: pathlib.Path
   summary: dict[str, Any]

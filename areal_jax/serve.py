@@ -37,7 +37,7 @@ if typing.TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-  """What the command line asks for."""
+  """The parsed command line."""
 
   experiment: Experiment
   jetstream: bool
@@ -50,7 +50,7 @@ class Serving:
 
   @property
   def choice(self) -> dict[str, float]:
-    """How tokens are chosen, in settings of `types.SamplingParams`.
+    """Returns how tokens are chosen, as settings of `SamplingParams`.
 
     Raises:
       ConfigError: a value that is none.

@@ -57,7 +57,7 @@ class RewardStatus(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-  """One turn of a chat prompt."""
+  """A turn of a chat prompt."""
 
   role: str
   content: str
@@ -79,7 +79,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-  """One taking of a problem from the data; counted once by the ledger.
+  """A problem taken from the data; the ledger counts it once.
 
   `draw_index` is monotonic over the whole lineage of a run (restarts
   included). `attempt` counts retries and is in no random key, so that a retry
@@ -128,7 +128,7 @@ SAMPLING_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-  """How the tokens of one request are chosen, and what is told about them.
+  """Sampling parameters of one request, and what is reported about tokens.
 
   What each setting does to the logits, and in which order, is told in
   `rollout.sampling`. A completion ends with the first of `stop_ids` (which is
@@ -190,7 +190,7 @@ class SamplingParams:
 
   @property
   def penalised(self) -> bool:
-    """Whether what was said before changes what is said next."""
+    """Returns whether earlier tokens change the distribution of later ones."""
     penalties = self.frequency_penalty or self.presence_penalty
     return self.repetition_penalty != 1 or bool(penalties)
 
@@ -217,7 +217,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """One completion asked of an engine.
+  """A request for one completion.
 
   (`sampling.seed`, `purpose`, `draw_index`, `sample`, `turn`, `branch`) name
   its random stream; the position of a token completes the key.
@@ -235,7 +235,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """What an engine answers: T sampled tokens with their true labels.
+  """The answer of an engine: T sampled tokens with their true labels.
 
   An answer that a stop string has ended keeps the tokens of the stop string,
   which were sampled like all others; its text goes up to `text_end`.
@@ -306,7 +306,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-  """One scored answer (of one or several turns), flat over T tokens.
+  """A scored answer of one or several turns, flat over T tokens.
 
   Example, prompt `[5, 6]` answered with `[9, 2]` by version 3:
   ids `[5, 6, 9, 2]`, loss_mask `[0, 0, 1, 1]`, logps `[0, 0, -0.7, -0.1]`,
@@ -346,7 +346,7 @@ class Trajectory:
 
   @property
   def stop_reason(self) -> StopReason | None:
-    """How the last sampled segment ended."""
+    """Returns the stop reason of the last sampled segment."""
     reasons = [s.stop_reason for s in self.segments if s.kind == 'sampled']
     return reasons[-1] if reasons else None
 

@@ -54,7 +54,7 @@ class Target:
 
 
 class Handle:
-  """What became of one published version, replica by replica.
+  """The progress of one published version, replica by replica.
 
   Attributes:
     version: of the policy.

@@ -41,7 +41,7 @@ if typing.TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-  """What the command line asks for."""
+  """The parsed command line."""
 
   experiment: Experiment
   topology: str

@@ -9,7 +9,7 @@ from areal_jax.prepare.prepared import PreparedShapes
 
 
 def advise(prepared: PreparedShapes, report: Report) -> list[str]:
-  """What to change, the most effective first."""
+  """Suggests changes of settings, the most effective first."""
   settings, model = prepared.settings, prepared.model
   found = []
   if report.train.fits is False:

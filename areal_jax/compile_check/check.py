@@ -167,7 +167,7 @@ def _step(
 def _calls(
     settings: TrainSettings, count: int, names: Sequence[str]
 ) -> dict[str, int]:
-  """How often each program of the train mesh runs in a step."""
+  """Counts the calls of each program of the train mesh in one step."""
   first = math.ceil(count / settings.minibatches)
   rest = count - first if settings.recomputes_proximal else 0
   # Those without log-probs of before are counted as if they had them.

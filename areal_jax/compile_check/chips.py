@@ -27,7 +27,7 @@ from areal_jax.mesh.slices import slice_of
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One accelerator, in bytes and seconds.
+  """The figures of one accelerator, in bytes and seconds.
 
   Attributes:
     name: as topologies call it.
@@ -97,11 +97,11 @@ class Topology:
 
   @property
   def is_estimate(self) -> bool:
-    """Whether programs are compiled for other devices than these."""
+    """Returns whether the figures come from programs for other devices."""
     return not self.chip.dimensions
 
   def with_slices(self, slices: int) -> Topology:
-    """So many slices of the same kind; 'v5e:2x4*4' with one is 'v5e:2x4*1'."""
+    """Returns the topology with other slices: 'v5e:2x4*4' to 'v5e:2x4*1'."""
     name = f'{self.name.partition("*")[0]}*{slices}'
     count = self.count // self.slices * slices
     return dataclasses.replace(self, name=name, count=count, slices=slices)
@@ -186,7 +186,7 @@ def in_own_slices(
 
 
 def has_libtpu() -> bool:
-  """Whether programs can be compiled for TPUs here."""
+  """Returns whether programs can be compiled for TPUs on this machine."""
   return importlib.util.find_spec('libtpu') is not None
 
 

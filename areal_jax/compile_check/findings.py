@@ -12,7 +12,7 @@ from areal_jax.compile_check.reshard import Reshard
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-  """What a chip of one side holds.
+  """Bytes that a chip of one side holds.
 
   Attributes:
     chips: of that side.

@@ -102,7 +102,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """What one device does in one call of a program.
+  """The work of one device in one call of a program.
 
   Attributes:
     flops: of its matrix products.
@@ -251,7 +251,7 @@ class _Module:
     return sums
 
   def _trips(self, computation: str, each: Instruction) -> int | None:
-    """How often a loop turns; None where that is not known.
+    """Returns the trip count of a loop; None where it is unknown.
 
     A counter goes up from one constant to below another one, by a third where
     the loop is unrolled.
@@ -278,7 +278,7 @@ class _Module:
     return -(-(int(limit.arguments) - first) // step)
 
   def _step(self, each: Instruction, place: int) -> int:
-    """What a loop adds to its counter in one turn; 1 where that is unclear."""
+    """Returns the step of a loop's counter; 1 where it is unclear."""
     (body,) = each.called('body')
     inside = self._computations[body]
     root = next(i for i in inside.values() if i.is_root)

@@ -16,7 +16,7 @@ NUMBERS = re.compile(r'\d+')
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """One array of an instruction's result."""
+  """An array in the result of an instruction."""
 
   dtype: str
   sizes: tuple[int, ...]
@@ -33,7 +33,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One line of a computation: `name = arrays op(operands), attributes`."""
+  """An instruction: `name = arrays op(operands), attributes`."""
 
   name: str
   op: str
@@ -45,7 +45,7 @@ class Instruction:
 
   @property
   def bytes(self) -> float:
-    """Of its result in HBM."""
+    """Bytes of the result in HBM."""
     return sum(array.bytes for array in self.arrays if not array.is_fast)
 
   def called(self, *names: str) -> list[str]:
@@ -79,7 +79,7 @@ def read_instruction(name: str, rest: str, is_root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-  """Where the bracket that opens at `start` closes."""
+  """Returns the position of the bracket that closes the one at `start`."""
   depth = 0
   for place in range(start, len(text)):
     if text[place] == '(':
@@ -92,7 +92,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _bits(dtype: str) -> int:
-  """Of one element: 'bf16' 16, 'f8e4m3fn' 8, 'pred' 8; tokens have none."""
+  """Returns bits of an element: 'bf16' 16, 'f8e4m3fn' 8, 'pred' 8, token 0."""
   if dtype == 'pred':
     return 8
   found = re.match(r'[a-z]+(\d+)', dtype)
@@ -106,7 +106,7 @@ def call_target(each: Instruction) -> str:
 
 
 def channel_of(each: Instruction) -> str:
-  """What tells one collective from others; '' where there is none."""
+  """Returns the channel that identifies a collective; '' without one."""
   match = re.search(r'channel_id=(\d+)', each.attributes)
   return match[1] if match else ''
 

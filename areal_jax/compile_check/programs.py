@@ -71,14 +71,14 @@ class Roofline:
 
   @property
   def bound(self) -> str:
-    """Which one is the longest."""
+    """Names the longest of the three times."""
     names = dataclasses.asdict(self)
     return max(names, key=names.get)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """One compiled program.
+  """A compiled program and its figures.
 
   Attributes:
     name: of it.
@@ -113,7 +113,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class KernelCost:
-  """What kernels compute, and bytes that they move."""
+  """The operations of kernels, and the bytes that they move."""
 
   flops: float = 0.0
   bytes: float = 0.0
@@ -228,7 +228,7 @@ def require_whole_slices(side: Side, message: str) -> None:
 def kernel_cost(
     jaxpr: Any, live: float = 1.0, grouped: float = 1.0
 ) -> KernelCost:
-  """What Pallas kernels compute and move, on one device.
+  """Counts what Pallas kernels compute and move on one device.
 
   A compiled module shows of a kernel what goes in and out. So its products are
   counted where it is written, those of its body times the points of its grid;
@@ -269,7 +269,7 @@ def kernel_cost(
 
 
 def _of_grouped_outer(equation: Any, grouped: float) -> KernelCost:
-  """Of rows [A, M] and [M, B]; each once, and once what comes out."""
+  """Counts a product of rows [A, M] and [M, B]: inputs and result once each."""
   left, right = (var.aval for var in equation.invars[:2])
   (out,) = (var.aval for var in equation.outvars)
   rows, came = (

@@ -13,7 +13,7 @@ _GIB = 2**30
 
 
 def to_json(report: Report) -> str:
-  """One line; rooflines are written out."""
+  """Formats the report as one line of JSON, rooflines included."""
   fields = dataclasses.asdict(report)
   for program, written in zip(report.programs, fields['programs']):
     written['roofline'] = _roofline(report, program)
@@ -88,7 +88,7 @@ def to_text(report: Report) -> str:
 
 
 def program_line(program: Program) -> str:
-  """What to say as soon as a program is there."""
+  """Formats the line that is printed when a program is compiled."""
   if program.refused:
     return (
         f'{program.name}: refused, it needs {program.refused / _GIB:.2f} GiB'
@@ -100,7 +100,7 @@ def program_line(program: Program) -> str:
 
 
 def verdict(fits: bool | None) -> str:
-  """In words."""
+  """Formats the verdict in words."""
   if fits is None:
     return 'NOT KNOWN whether it fits'
   return 'fits' if fits else 'DOES NOT FIT'

@@ -120,7 +120,7 @@ class TrainSide:
 
   @property
   def beside(self) -> Beside:
-    """What is there on the same chips while the other side works.
+    """Bytes that this side leaves on the chips while the other side works.
 
     Between steps what rests there; all of a step where neither waits.
     """
@@ -161,7 +161,7 @@ class TrainSide:
   def holding(
       self, programs: Sequence[Program], hbm: float, beside: Beside
   ) -> Holding:
-    """What a chip holds, at the worst of its moments.
+    """Returns what a chip holds at its peak.
 
     Args:
       programs: those of this side and others.
@@ -237,7 +237,7 @@ class TrainSide:
 
 
 class RolloutSide:
-  """One replica: its programs and what it holds."""
+  """The programs of one replica, and the memory that it holds."""
 
   def __init__(
       self,
@@ -270,7 +270,7 @@ class RolloutSide:
 
   @property
   def beside(self) -> Beside:
-    """What is there on the same chips while the other side works."""
+    """Bytes that this side leaves on the chips while the other side works."""
     return Beside(self._needs.resting, self._needs.arriving)
 
   def tasks(self) -> list[Task]:
@@ -293,7 +293,7 @@ class RolloutSide:
   def holding(
       self, programs: Sequence[Program], hbm: float, beside: Beside
   ) -> Holding:
-    """What a chip holds, at the worst of its moments; see `TrainSide`."""
+    """Returns what a chip holds at its peak; see `TrainSide`."""
     needs, state = self._needs, self._engine.abstract_state
     cache = bytes_of((state.keys, state.values))
     kinds = {
@@ -316,7 +316,7 @@ class RolloutSide:
 
 
 def bytes_of(shapes: Any) -> int:
-  """Of a device's part of arrays, over a tree of shapes with shardings."""
+  """Sums the bytes of one device's part of a tree of shapes with shardings."""
   return sum(
       int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
       * np.dtype(leaf.dtype).itemsize
@@ -347,7 +347,7 @@ def _peak(program: Program, held: int) -> int:
 def _worst_of_programs(
     programs: Sequence[Program], side: Side
 ) -> dict[str, int]:
-  """What programs need besides what is held: 'temporaries', and 'padding'."""
+  """Returns the largest extra memory of programs: 'temporaries', 'padding'."""
   found = [p for p in programs if p.side == side and p.memory is not None]
   kinds = {
       'temporaries': max(
@@ -363,7 +363,7 @@ def _worst_of_programs(
 
 
 def _failed(programs: Sequence[Program], side: Side) -> bool:
-  """Whether the compiler failed at a program of a side."""
+  """Returns whether the compiler failed at a program of a side."""
   return any(p.failed for p in programs if p.side == side)
 
 
@@ -381,7 +381,7 @@ def _holding(
 
 
 def mesh_text(mesh: jax.sharding.Mesh) -> str:
-  """Such as 'data 8 · fsdp 4', axes of size 1 left out."""
+  """Formats a mesh as 'data 8 · fsdp 4', without axes of size 1."""
   used = [f'{axis} {size}' for axis, size in mesh.shape.items() if size > 1]
   return ' · '.join(used) or 'one chip'
 
@@ -392,14 +392,14 @@ def count_elements(shapes: Any) -> int:
 
 
 def count_microbatches(prepared: PreparedShapes, tokens: int) -> int:
-  """Of a step; a minibatch has one at least."""
+  """Counts the microbatches of a step, at least one a minibatch."""
   train = prepared.settings.train
   whole = math.ceil(tokens / (train.packing.rows * train.packing.row_tokens))
   return max(train.minibatches, whole)
 
 
 def longest_tokens(prepared: PreparedShapes) -> int:
-  """Of a step whose prompts and answers are all as long as they may be."""
+  """Counts the tokens of a step in which everything has its maximum length."""
   rollout = prepared.settings.rollout
   longest = rollout.engine.max_prompt_length + rollout.max_new_tokens
   return rollout.batch_size * rollout.group_size * longest

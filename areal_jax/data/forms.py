@@ -82,7 +82,7 @@ def next_terms(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-  """How the rows of a data set become problems.
+  """The way from rows of a data set to problems.
 
   Attributes:
     prompt: columns whose texts, joined by a space, make the question; a single

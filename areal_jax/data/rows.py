@@ -37,7 +37,7 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One row: where it stands ('sums.jsonl', 'line 3') and its columns."""
+  """A row with its place ('sums.jsonl', 'line 3') and its columns."""
 
   file: str
   place: str

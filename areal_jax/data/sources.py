@@ -26,7 +26,7 @@ _SLOT = '{prompt}'
 
 @dataclasses.dataclass
 class SourceSettings:
-  """One source of problems.
+  """Settings of one source of problems.
 
   Attributes:
     path: a file, or a pattern such as 'train-*.parquet'.
@@ -90,7 +90,7 @@ class SourceSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-  """What sources hold.
+  """Problems that were read from sources.
 
   Attributes:
     problems: those of all sources, one source behind another.

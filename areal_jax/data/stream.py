@@ -109,7 +109,7 @@ class ProblemStream(Iterator[Draw]):
     )
 
   def state(self) -> dict[str, Any]:
-    """What `restore` needs, as JSON.
+    """Returns what `restore` needs, as JSON.
 
     `positions` has, for each source, how far its own order has been walked: the
     draws from it up to the last one made here. It is for the reader; the next
@@ -138,7 +138,7 @@ class ProblemStream(Iterator[Draw]):
     self._positions = [int(place) for place in state['positions']]
 
   def difference(self, state: Mapping[str, Any]) -> str:
-    """What makes a state one of another stream; empty if nothing does.
+    """Describes how a state differs from this stream; empty if it does not.
 
     Ids are compared, and not what the problems of these ids say.
     """

@@ -28,7 +28,7 @@ if typing.TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-  """What the command line asks for."""
+  """The parsed command line."""
 
   experiment: Experiment
   setup_only: bool

@@ -61,7 +61,7 @@ _FEATURES = sampling_lib.SamplingFeatures(penalties=True)
 
 @dataclasses.dataclass(frozen=True)
 class Attribution:
-  """How a gap splits, in nats a token over all sampled tokens.
+  """The parts of a gap, in nats a token over all sampled tokens.
 
   Attributes:
     gap: mean |log-prob of the engine - that of the trainer|.
@@ -75,7 +75,7 @@ class Attribution:
 
   @property
   def cause(self) -> str:
-    """What most of the gap comes from."""
+    """Names the largest part of the gap."""
     return max(CAUSES, key=lambda cause: self.parts[cause])
 
   def __str__(self) -> str:

@@ -105,7 +105,7 @@ def first_checks(
 
 
 def step_one(row: dict[str, Any]) -> Verdict:
-  """Of the first step at η = 0: all tokens are fresh, one update is made."""
+  """Checks the first step at η = 0, where all tokens are fresh."""
   gap = row.get('logprob_gap_staleness_0', math.inf)
   kl = row.get('kl_k3_staleness_0', math.inf)
   ratio, clipped = row['ratio_mean'], row['clip_fraction']
@@ -122,7 +122,7 @@ def step_one(row: dict[str, Any]) -> Verdict:
 
 
 def plain_loop(plain: Plain, folder: pathlib.Path) -> Iterator[Verdict]:
-  """Whether the run in the folder is the plain one."""
+  """Checks that a run equals the plain loop."""
   ran = {
       (s['step'], s['draw_index'], s['sample']): s
       for s in read_jsonl(folder / run_folder.SAMPLES)
@@ -174,7 +174,7 @@ _ADVICE = {
 
 
 def stands_still(rows: Sequence[dict[str, Any]]) -> Verdict:
-  """Of a run with a learning rate of 0."""
+  """Checks that a run with a learning rate of 0 changes nothing."""
   rewards = np.array([row['reward_mean'] for row in rows])
   gaps = [row['logprob_gap_mean'] for row in rows]
   moved = max(row['update_norm'] for row in rows)
@@ -197,7 +197,7 @@ def stands_still(rows: Sequence[dict[str, Any]]) -> Verdict:
 
 
 def overfits(rows: Sequence[dict[str, Any]]) -> Verdict:
-  """Of a run on a few prompts."""
+  """Checks that a run can overfit a few prompts."""
   rewards = np.array([row['reward_mean'] for row in rows])
   part = max(1, len(rewards) // 5)
   first, last = rewards[:part], rewards[-part:]
@@ -226,7 +226,7 @@ def overfits(rows: Sequence[dict[str, Any]]) -> Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-  """What the plain loop did.
+  """The record of the plain loop.
 
   Attributes:
     answers: (step, answer) of all steps.

@@ -69,7 +69,7 @@ def environment(prepared: Prepared) -> Iterator[Verdict]:
 
 
 def devices(prepared: Prepared) -> Iterator[Verdict]:
-  """Whether the meshes fit onto what is there."""
+  """Checks that the meshes fit the devices of this machine."""
   mesh = prepared.settings.mesh
   found = machine_devices(mesh)
   kinds = sorted({f'{d.platform} {d.device_kind}' for d in found})
@@ -92,7 +92,7 @@ def devices(prepared: Prepared) -> Iterator[Verdict]:
 
 
 def data(prepared: Prepared) -> Iterator[Verdict]:
-  """How much there is to train on, and how often it is seen."""
+  """Checks the amount of data and how often it is seen."""
   settings, rollout = prepared.settings, prepared.settings.rollout
   problems = len(prepared.train)
   epochs = settings.steps * rollout.batch_size / problems
@@ -121,7 +121,7 @@ def data(prepared: Prepared) -> Iterator[Verdict]:
 
 
 def tokenizer(prepared: Prepared) -> Iterator[Verdict]:
-  """Whether prompts and answers survive it, and whether an answer can end.
+  """Checks that prompts and answers survive, and that an answer can end.
 
   A prompt of which something is lost has been refused when the run was
   prepared; what is left are changes by the tokenizer's own rules.
@@ -210,7 +210,7 @@ def reward(prepared: Prepared) -> Verdict:
 
 
 def memory(prepared: Prepared) -> Iterator[Verdict]:
-  """What training and generation hold on a device, from shapes."""
+  """Estimates the memory of training and generation from shapes."""
   settings, rules = prepared.settings, Rules()
   slices = cut(machine_devices(settings.mesh), settings.mesh)
   reference = prepared.reference and prepared.reference[0]
@@ -269,7 +269,7 @@ def at_once(
 
 
 def arithmetic(prepared: Prepared) -> Iterator[Verdict]:
-  """Whether batch, slots, η and rows fit each other."""
+  """Checks that batch, slots, η and rows fit each other."""
   settings, rollout = prepared.settings, prepared.settings.rollout
   train, engine = settings.train, rollout.engine
   answers = rollout.batch_size * rollout.group_size

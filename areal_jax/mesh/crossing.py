@@ -182,7 +182,7 @@ def _bundles(
 
 
 class _Route:
-  """How one array crosses from device to device.
+  """The plan by which one array crosses from devices to devices.
 
   Example: [8, 8], cut over 4 devices along the first dimension here and over 2
   along the second there, has pieces of [2, 4]. A part here is cut into 1 x 2 of
@@ -270,7 +270,7 @@ class _Route:
 
 
 class _Parts:
-  """How one array is put together from what lies in the host's memory.
+  """The plan by which one array is assembled in the host's memory.
 
   Args:
     like: the array, or its shape, dtype and sharding.
@@ -342,7 +342,7 @@ def _write(jobs: Sequence[_Job]) -> None:
 def boxes(
     sharding: NamedSharding, shape: tuple[int, ...]
 ) -> dict[jax.Device, Box]:
-  """Which part of an array lies on each device."""
+  """Returns the part of an array on each device."""
   return {
       device: _box(index, shape)
       for device, index in sharding.devices_indices_map(shape).items()
@@ -354,13 +354,13 @@ def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 
 
 def _common(one: Box, other: Box) -> Box | None:
-  """What is in both boxes; None for nothing."""
+  """Returns the intersection of two boxes; None if it is empty."""
   common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
   return common if all(start < stop for start, stop in common) else None
 
 
 def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
-  """Where a box lies in one around it."""
+  """Returns the position of a box inside a larger one."""
   return tuple(
       slice(start - first, stop - first)
       for (start, stop), (first, _) in zip(inner, outer)

@@ -33,7 +33,7 @@ _EFFORT = 'xla_backend_optimization_level'  # of LLVM
 
 
 def computes() -> bool:
-  """Whether programs will run on the processors, before jax has any device."""
+  """Returns whether programs will run on a CPU, before jax has devices."""
   asked = os.environ.get('JAX_PLATFORMS', '')
   if asked:
     return asked == 'cpu'

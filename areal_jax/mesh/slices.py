@@ -104,7 +104,7 @@ class RolloutMesh:
 
 @dataclasses.dataclass
 class MeshSettings:
-  """How many devices train and how many generate."""
+  """Settings of the devices that train and of those that generate."""
 
   train: TrainMesh = dataclasses.field(default_factory=TrainMesh)
   rollout: RolloutMesh = dataclasses.field(default_factory=RolloutMesh)
@@ -263,7 +263,7 @@ def mesh_of(
 def arrange(
     devices: Sequence[Any], at: str = 'mesh', **shape: int
 ) -> np.ndarray:
-  """Where each device stands in a mesh, an array of them with axes `AXES`.
+  """Arranges devices into an array with the axes `AXES`.
 
   Devices other than TPUs stand in the order in which they came. TPUs of one
   slice are laid along its links by `mesh_utils.create_device_mesh`, if they are
@@ -333,7 +333,7 @@ def slice_of(device: Any) -> int:
 
 
 def _is_block(devices: Sequence[Any]) -> bool:
-  """Whether these are TPUs that fill a box of their slice's coordinates."""
+  """Returns whether the devices are TPUs that fill a box of coordinates."""
   if any(device.platform != 'tpu' for device in devices):
     return False
   places = {(*d.coords, d.core_on_chip) for d in devices}

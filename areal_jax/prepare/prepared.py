@@ -58,7 +58,7 @@ from areal_jax.types import Problem, SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """What a run needs besides devices, checked.
+  """Everything that a run needs besides devices, checked.
 
   Attributes:
     settings: the resolved tree.
@@ -127,7 +127,7 @@ class Prepared:
     )
 
   def data_digests(self) -> dict[str, str]:
-    """What the run asks and scores by, hashed: see `resume.place_draws`.
+    """Digests of what the run asks and scores by: see `resume.place_draws`.
 
     Prompts as token ids are what chat template, its variables, system text and
     tokenizer make of the problems.
@@ -144,7 +144,7 @@ class Prepared:
 
   @property
   def cautions(self) -> list[str]:
-    """What works but is hardly meant of the data and the tokenizer."""
+    """Warnings about valid but suspicious data and tokenizers."""
     return [
         f'{what.format(len(found))}, such as that of {found[0]}'
         for what, found in (
@@ -243,7 +243,7 @@ def prepare(experiment: Experiment) -> Prepared:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedPolicy:
-  """What a trained policy needs to answer, checked; no task is in it.
+  """Everything that a trained policy needs to answer, checked; without a task.
 
   Attributes:
     settings: the resolved tree.
@@ -292,7 +292,7 @@ def prepare_policy(experiment: Experiment, **choice: Any) -> PreparedPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedShapes:
-  """What the programs of a run are made of, checked; no file of it is needed.
+  """The shapes of a run's programs, checked; no file of the run is needed.
 
   Attributes:
     settings: the resolved tree.

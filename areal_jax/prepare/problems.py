@@ -133,7 +133,7 @@ def _prompt_change(
     prompt: str | tuple[Message, ...],
     ids: Sequence[int],
 ) -> str:
-  """What the tokenizer changes in a prompt, see `round_trip`.
+  """Describes what the tokenizer changes in a prompt; see `round_trip`.
 
   Raises:
     ConfigError: it loses something.
@@ -147,7 +147,7 @@ def _prompt_change(
 def lost_answers(
     tokenizer: Tokenizer, problems: Sequence[Problem]
 ) -> list[str]:
-  """What the tokenizer loses in right answers, a line each."""
+  """Describes what the tokenizer loses in right answers, a line each."""
   lost = []
   for problem in problems:
     try:

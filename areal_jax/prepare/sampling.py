@@ -14,7 +14,7 @@ from areal_jax.types import SamplingParams
 def evaluation_sampling(
     settings: Experiment, tokenizer: Tokenizer
 ) -> SamplingParams:
-  """How evaluation answers are sampled, if the engine is built for that."""
+  """Returns the sampling of evaluation; refuses what the engine lacks."""
   asked, features = settings.evaluation, settings.rollout.engine.sampling
   limit = settings.rollout.max_new_tokens
   require(

@@ -132,7 +132,7 @@ def open_reference(
 
 
 def open_policy(settings: Experiment) -> Pretrained | None:
-  """What lies at `policy.path`; None where it is empty."""
+  """Opens `policy.path`; returns None where it is empty."""
   path = settings.policy.path
   return pretrained.find(path, 'config.policy.path') if path else None
 

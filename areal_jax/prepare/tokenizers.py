@@ -110,7 +110,7 @@ def task_texts(
 
 
 def call_named(spec: str, at: str, *arguments: Any) -> Any:
-  """What the task's function returns; one that takes others is refused."""
+  """Calls a function of the task; refuses one with another signature."""
   function = load_function(spec, at)
   try:
     inspect.signature(function).bind(*arguments)

@@ -81,7 +81,7 @@ def correct(problem: Problem, text: str) -> float:
 
 
 def final_answer(text: str) -> str | None:
-  """What the last box or '#### N' of a text holds; None if it has neither.
+  """Extracts the last box or '#### N' of a text; None if it has neither.
 
   Example: '... = \\boxed{\\frac{1}{2}}.' -> '\\frac{1}{2}'.
   """

@@ -23,7 +23,7 @@ from areal_jax.types import Problem, RewardResult, RewardStatus
 
 @dataclasses.dataclass
 class RewardSettings:
-  """Which reward function scores, and with how much of the machine.
+  """Settings of the reward function and of its workers.
 
   Attributes:
     function: 'package.module:function', see `base.py`.
@@ -126,7 +126,7 @@ class Scorer:
     )
 
   def explain(self) -> str:
-    """What is being scored, the oldest first; any thread may ask."""
+    """Describes what is being scored, oldest first; any thread may call it."""
     now = time.monotonic()
     jobs = list(self._jobs.values())
     oldest = ', '.join(f'{p} for {now - since:.1f} s' for p, since in jobs[:8])

@@ -23,7 +23,7 @@ _FAILED = (RewardStatus.ERROR, RewardStatus.TIMEOUT)
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-  """What came of it.
+  """The outcome of a self-test.
 
   Attributes:
     problems: that were tried.
@@ -53,12 +53,12 @@ class SelfTest:
 
   @property
   def passed(self) -> bool:
-    """Whether nine problems of ten are right, nothing failed and all ended."""
+    """Returns whether nine of ten problems are right and all ended well."""
     return self.right >= 0.9 * self.problems and not self.failed + self.late
 
   @property
   def why(self) -> str:
-    """One line that says what is wrong; empty if nothing is."""
+    """Says in one line what is wrong; empty if nothing is."""
     late = f'{self.late} answers were not scored in time' if self.late else ''
     return self.error.partition('\n')[0] or late or self.example
 
@@ -131,7 +131,7 @@ def _judged(
     results: dict[tuple[int, int, bool], RewardResult],
     late: int,
 ) -> SelfTest:
-  """What the results say.
+  """Judges the results of a self-test.
 
   Args:
     problems: that were tried.

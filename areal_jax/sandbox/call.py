@@ -22,7 +22,7 @@ _LONGEST = 4000  # characters of a detail: a message may hold a whole answer
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """How one call ended.
+  """The outcome of one call.
 
   `value` is what the function returned (status ok). `detail` says what went
   wrong: a first line `Type: message`, then the traceback where there is one.

@@ -186,7 +186,7 @@ class KillablePool:
       job.settle(Outcome('error', detail=why))
 
   def _start_threads(self) -> None:
-    """One for each worker, once; the lock is held."""
+    """Starts a thread for each worker, once; the lock is held."""
     if self._threads or self._closed:
       return
     # Before the interpreter ends it waits for its children, and these do not
@@ -339,7 +339,7 @@ class KillablePool:
 
 
 class _Worker:
-  """One process, seen from here; all waits for it have an end.
+  """A worker process, seen from its parent; every wait for it has a limit.
 
   Args:
     context: of the fork server.
@@ -414,7 +414,7 @@ class _Worker:
     return message
 
   def kill(self) -> None:
-    """From any thread; the one that waits for it sees it gone."""
+    """Kills the worker, from any thread; whoever waits for it sees it gone."""
     # The id of a process that has ended may be another one's by now.
     if self._ended(0):
       return
@@ -437,7 +437,7 @@ class _Worker:
     )
 
   def _exit_code(self) -> int | None:
-    """Of the killed process; None if the kernel does not let it end yet."""
+    """Returns the exit code of the killed process; None if it has not ended."""
     if not self._ended(_TAKE_S):
       return None
     with _processes:
@@ -448,7 +448,7 @@ class _Worker:
     return bool(connection.wait([self._process.sentinel], seconds))
 
   def _message(self) -> bytes | None:
-    """What has been read, if it is whole."""
+    """Returns the message that was read; None while it is incomplete."""
     if len(self._read) < _SIZE.size:
       return None
     (size,) = _SIZE.unpack_from(self._read)

@@ -32,7 +32,7 @@ def use_algorithm(experiment: Experiment, name: str) -> Experiment:
 
 
 def algorithm_changes(settings: Experiment) -> list[str]:
-  """How the settings differ from the preset that they name.
+  """Lists how the settings differ from the preset that they name.
 
   Returns:
     Lines such as 'train.loss.clip_high: 0.28 -> 0.3'; none without a preset.

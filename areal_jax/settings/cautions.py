@@ -7,7 +7,7 @@ from areal_jax.settings.experiment import Experiment
 
 
 def cautions(settings: Experiment) -> list[str]:
-  """What works but is hardly meant, each with the reason, one line each."""
+  """Lists warnings about valid but suspicious settings, a line each."""
   rollout, loss = settings.rollout, settings.train.loss
   advantages = settings.train.advantages
   penalty = advantages.length_penalty

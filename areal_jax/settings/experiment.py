@@ -178,7 +178,7 @@ class Experiment:
 
   @property
   def memory_by_phases(self) -> bool:
-    """Whether training and engines have the same memory one after the other.
+    """Returns whether training and engines use the same memory in turn.
 
     They do where they share devices and take turns on them.
     """

@@ -14,7 +14,7 @@ from areal_jax.rollout.loop import SwapMode
 
 @dataclasses.dataclass
 class RolloutSettings:
-  """How answers are generated, and how far ahead of training.
+  """Settings of generation, and of how far it may run ahead of training.
 
   Attributes:
     batch_size: B, groups a training step.
@@ -136,7 +136,7 @@ class RolloutSettings:
 
   @property
   def synchronous(self) -> bool:
-    """Whether every trained token is of the version that its step starts from.
+    """Returns whether each trained token is of its step's first version.
 
     That is what eta = 0 means for an algorithm.
     """
@@ -144,7 +144,7 @@ class RolloutSettings:
 
   @property
   def takes_turns(self) -> bool:
-    """Whether nothing is generated for training while training goes on.
+    """Returns whether nothing is generated while training goes on.
 
     That is what eta = 0 means for the devices.
     """

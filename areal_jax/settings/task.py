@@ -12,7 +12,7 @@ from areal_jax.models.config import ModelConfig
 
 @dataclasses.dataclass
 class TaskSettings:
-  """Where problems come from.
+  """Settings of the problems, tokenizer texts and demonstrations.
 
   Attributes:
     problems: 'package.module:function', called with split ('train' or 'eval'),

@@ -159,7 +159,7 @@ def _is_dict(value: Any) -> bool:
 
 
 def _noted_in(names: set[str]) -> type[jinja2.Undefined]:
-  """What stands for a missing value: nothing, and its name is noted."""
+  """Stands for a missing value: prints nothing and notes its name."""
 
   class Noted(jinja2.Undefined):
 
@@ -184,7 +184,7 @@ def _fixed_date(value: Any) -> Callable[[str], str]:
 
 
 def _remedy(error: Exception) -> str:
-  """What to do about a value that a template cannot do without."""
+  """Says what to do about a value that a template needs."""
   if not isinstance(error, jinja2.UndefinedError):
     return ''
   if _NOW in str(error):

@@ -97,7 +97,7 @@ def open_tokenizer(
 
 
 def holds_tokenizer(folder: str | os.PathLike) -> bool:
-  """Whether `open_tokenizer` finds one in a folder."""
+  """Returns whether `open_tokenizer` finds one in a folder."""
   return _in_folder(pathlib.Path(folder)) is not None
 
 
@@ -139,5 +139,5 @@ def _in_folder(path: pathlib.Path) -> dict[str, pathlib.Path] | None:
 
 
 def _neighbours(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-  """Those of the files that matter which a folder has."""
+  """Returns the known tokenizer files present in a folder."""
   return {name: folder / name for name in _NAMES if (folder / name).is_file()}

@@ -26,7 +26,7 @@ _BYTES = {
 
 
 def _split(pattern: str) -> list[dict[str, Any]]:
-  """By a pattern, whose matches are pieces; what remains is left to bytes."""
+  """Splits text by a pattern; what does not match is left to bytes."""
   return [
       {
           'type': 'Split',

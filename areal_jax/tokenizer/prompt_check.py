@@ -28,7 +28,7 @@ def check_prompt(
     stop_ids: Sequence[int],
     stop_strings: Sequence[str],
 ) -> list[str]:
-  """What looks wrong about a prompt and the answer behind it.
+  """Describes what looks wrong about a prompt and the answer behind it.
 
   Args:
     tokenizer: reads and writes text.

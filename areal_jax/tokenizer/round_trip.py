@@ -22,7 +22,7 @@ _BLANKS = re.compile(r'[\s▁]+')
 
 
 def round_trip(tokenizer: Tokenizer, text: str, ids: list[int]) -> str:
-  """How the tokenizer changes a text on the way to its ids and back.
+  """Describes how the tokenizer changes a text on the way to ids and back.
 
   Blanks that are added, as many tokenizers do in front of a text, do not count.
 
@@ -60,7 +60,7 @@ def round_trip(tokenizer: Tokenizer, text: str, ids: list[int]) -> str:
 
 
 def _loses_blanks(text: str, seen: str) -> bool:
-  """Whether blanks are missing; the visible characters of both are equal."""
+  """Returns whether blanks are missing; the visible characters are equal."""
   return any(
       not (after.startswith(before) or after.endswith(before))
       for before, after in zip(

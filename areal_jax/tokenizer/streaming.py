@@ -47,11 +47,11 @@ class StreamingDecoder:
     return self._take(text)
 
   def finish(self) -> str:
-    """What was held back, half characters as U+FFFD; no id comes after it."""
+    """Returns what was held back (half characters as U+FFFD), and ends."""
     return self._take(self._tokenizer.decode(self._ids))
 
   def last_ids(self, text: str) -> tuple[int, int]:
-    """Which ids brought the piece that came last.
+    """Returns the number of ids that brought the last piece.
 
     Args:
       text: a beginning of that piece.
