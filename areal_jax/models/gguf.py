@@ -20,12 +20,9 @@ import numpy as np
 from areal_jax.config import ConfigError, require
 from areal_jax.files import check_content
 from areal_jax.models import published, transformer
-from areal_jax.models.config import (
-    FAMILIES,
-    ModelConfig,
-    RopeScaling,
-    config_to_hf,
-)
+from areal_jax.models.config import ModelConfig, RopeScaling
+from areal_jax.models.families import FAMILIES
+from areal_jax.models.hf_config import config_to_hf
 
 
 @dataclasses.dataclass(frozen=True)

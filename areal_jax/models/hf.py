@@ -28,12 +28,9 @@ from areal_jax.config import ConfigError, require, resolve
 from areal_jax.files import check_content, read_json
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads, published, transformer
-from areal_jax.models.config import (
-    FAMILIES,
-    ModelConfig,
-    config_from_hf,
-    config_to_hf,
-)
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.families import FAMILIES
+from areal_jax.models.hf_config import config_from_hf, config_to_hf
 
 Params = dict[str, Any]
 

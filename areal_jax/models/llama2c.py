@@ -19,7 +19,8 @@ import numpy as np
 from areal_jax.config import ConfigError, require
 from areal_jax.files import check_content
 from areal_jax.models import published
-from areal_jax.models.config import ModelConfig, config_to_hf
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.hf_config import config_to_hf
 
 _HEADER = 7
 _SPECIAL = {'bos_token_id': 1, 'eos_token_id': 2}  # of its tokenizers

@@ -11,7 +11,8 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from areal_jax.models.config import ModelConfig, config_from_hf
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.hf_config import config_from_hf
 
 # Endings of a name that leave the shape as it is.
 _ENDINGS = ('-Instruct', '-Base')

@@ -10,7 +10,8 @@ from etils import epath
 from areal_jax import config as config_lib
 from areal_jax.config import fetching, named, require
 from areal_jax.models import peft, shapes
-from areal_jax.models.config import ModelConfig, config_to_hf
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.hf_config import config_to_hf
 from areal_jax.settings.experiment import Experiment
 from areal_jax.tokenizer.base import Tokenizer, absent_ids
 from areal_jax.train import pretrained

@@ -26,12 +26,8 @@ from areal_jax.config import (
 from areal_jax.files import read_json
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import hf, lora, peft, transformer
-from areal_jax.models.config import (
-    LoraSettings,
-    ModelConfig,
-    config_from_hf,
-    config_to_hf,
-)
+from areal_jax.models.config import LoraSettings, ModelConfig
+from areal_jax.models.hf_config import config_from_hf, config_to_hf
 from areal_jax.telemetry import run_folder
 from areal_jax.train import checkpoint
 from areal_jax.train.checkpoint import CheckpointError, Saved

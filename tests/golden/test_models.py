@@ -17,8 +17,9 @@ import pytest
 from safetensors import numpy as st
 
 from areal_jax.models import transformer
-from areal_jax.models.config import FAMILIES, config_from_hf
+from areal_jax.models.families import FAMILIES
 from areal_jax.models.hf import load_hf, save_hf
+from areal_jax.models.hf_config import config_from_hf
 from tests.closeness import assert_close
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]

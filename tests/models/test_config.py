@@ -6,14 +6,9 @@ import numpy as np
 import pytest
 
 from areal_jax.config import ConfigError, resolve
-from areal_jax.models.config import (
-    FAMILIES,
-    ModelConfig,
-    MoeSettings,
-    RopeScaling,
-    config_from_hf,
-    config_to_hf,
-)
+from areal_jax.models.config import ModelConfig, MoeSettings, RopeScaling
+from areal_jax.models.families import FAMILIES
+from areal_jax.models.hf_config import config_from_hf, config_to_hf
 
 LLAMA = {
     'model_type': 'llama',

