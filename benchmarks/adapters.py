@@ -27,7 +27,8 @@ from areal_jax.mesh.slices import MeshSettings, cut, machine_devices
 from areal_jax.models import transformer
 from areal_jax.models.config import PROJECTIONS, LoraSettings, ModelConfig
 from areal_jax.telemetry.events import EventLog
-from areal_jax.train.trainer import Trainer, TrainSettings
+from areal_jax.train.settings import TrainSettings
+from areal_jax.train.trainer import Trainer
 from areal_jax.weights import Publisher, Target
 from benchmarks import report
 

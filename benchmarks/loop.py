@@ -68,7 +68,7 @@ from areal_jax.telemetry.jsonl import read_jsonl
 from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
-from areal_jax.train.trainer import TrainSettings
+from areal_jax.train.settings import TrainSettings
 from benchmarks import generate, loop_task, report, serving
 
 SYNC, ASYNC, KEPT = 'eta 0', 'eta 1', 'eta 1, programs kept'

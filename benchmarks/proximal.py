@@ -27,10 +27,12 @@ from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut, machine_devices
 from areal_jax.models import transformer
+from areal_jax.train.batch import minibatches_of
 from areal_jax.train.packing import PackingSettings
+from areal_jax.train.settings import TrainSettings
 from areal_jax.train.state import TrainState
 from areal_jax.train.step import Batch, TrainStep
-from areal_jax.train.trainer import TrainSettings, build_steps, prepare
+from areal_jax.train.trainer import build_steps
 from areal_jax.types import (
     Draw,
     Group,
@@ -118,7 +120,7 @@ def measure(minibatches: int, repeats: int) -> dict[str, float]:
     )
     placed = [
         [step.place(m, part.denominator, 0) for m in part.microbatches]
-        for part in prepare(groups(), dealt)
+        for part in minibatches_of(groups(), dealt)
     ]
     ready[way] = step, placed
   ends = {}

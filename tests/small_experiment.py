@@ -10,8 +10,8 @@ from areal_jax.settings.experiment import Experiment
 from areal_jax.settings.rollout import RolloutSettings
 from areal_jax.settings.task import PolicySettings, TaskSettings
 from areal_jax.train.packing import PackingSettings
+from areal_jax.train.settings import TrainSettings
 from areal_jax.train.supervised import WarmStartSettings
-from areal_jax.train.trainer import TrainSettings
 
 
 def experiment(output: str | os.PathLike, **changes: Any) -> Experiment:

@@ -49,7 +49,8 @@ from areal_jax.tokenizer.sentencepiece_tokenizer import (
 from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
-from areal_jax.train.trainer import Pending, Trainer, TrainSettings
+from areal_jax.train.settings import TrainSettings
+from areal_jax.train.trainer import Pending, Trainer
 from areal_jax.types import (
     Completion,
     Group,

@@ -33,7 +33,7 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut, devices_needed
 from areal_jax.models import transformer
 from areal_jax.prepare.prepared import PreparedShapes
-from areal_jax.train.trainer import TrainSettings
+from areal_jax.train.settings import TrainSettings
 
 
 def check(

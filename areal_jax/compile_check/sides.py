@@ -20,8 +20,9 @@ from areal_jax.models import lora, transformer
 from areal_jax.prepare.prepared import PreparedShapes
 from areal_jax.rollout import memory as rollout_memory
 from areal_jax.rollout.engine import Engine
+from areal_jax.train.settings import TrainSettings
 from areal_jax.train.step import TrainStep
-from areal_jax.train.trainer import TrainSettings, build_steps
+from areal_jax.train.trainer import build_steps
 
 # Programs that only make what the others fill.
 _EMPTY = ('initialise', 'zeros', 'no_load')

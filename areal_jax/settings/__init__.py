@@ -40,8 +40,8 @@ from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.critic import CriticSettings
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
+from areal_jax.train.settings import TrainSettings
 from areal_jax.train.supervised import WarmStartSettings
-from areal_jax.train.trainer import TrainSettings
 
 __all__ = [
     'AdvantageSettings',

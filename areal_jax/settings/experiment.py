@@ -25,10 +25,8 @@ from areal_jax.settings.task import (
 )
 from areal_jax.telemetry.profiling import ProfilingSettings
 from areal_jax.train.checkpoint import CheckpointSettings
+from areal_jax.train.settings import TrainSettings
 from areal_jax.train.supervised import WarmStartSettings
-from areal_jax.train.trainer import (
-    TrainSettings,
-)
 
 
 @dataclasses.dataclass

@@ -19,7 +19,8 @@ import numpy as np
 from areal_jax.config import ConfigError
 from areal_jax.mesh.rules import Rules
 from areal_jax.models.config import ModelConfig
-from areal_jax.train.trainer import TrainSettings, build_steps
+from areal_jax.train.settings import TrainSettings
+from areal_jax.train.trainer import build_steps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,8 @@ from areal_jax.ledger import Ledger
 from areal_jax.rollout.controller import Controller
 from areal_jax.rollout.failures import FailureSettings
 from areal_jax.rollout.workflow import MemberFailed
-from areal_jax.train.trainer import describe, mask_stale
+from areal_jax.train.batch import mask_stale
+from areal_jax.train.summary import record_metrics
 from areal_jax.types import DropReason
 from tests import records, virtual_time
 
@@ -152,7 +153,7 @@ def test_what_each_policy_promises(policy, eta, seed, failing, pauses, cuts):
     groups = [g for v, g in world.trained if v == version]
     limit = eta if policy == 'mask' else float('inf')
     masked = [mask_stale(group, version, limit) for group in groups]
-    told = describe(
+    told = record_metrics(
         groups, version, [[t for g in masked for t in g.trajectories]]
     )
     ages = [version - g.head_version for g in groups]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config import ConfigError, resolve
-from areal_jax.losses import logprobs, presets
+from areal_jax.losses import logprobs, policy, presets
 from areal_jax.losses.advantages import AdvantageSettings, Normalization
 from areal_jax.losses.policy import PolicyLoss, WeightRule
 from areal_jax.mesh import slices
@@ -22,12 +22,14 @@ from areal_jax.models import heads, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.metrics import METRICS
-from areal_jax.train import memory
+from areal_jax.train import memory, packing
 from areal_jax.train import trainer as lib
+from areal_jax.train.batch import BatchScores, minibatches_of
 from areal_jax.train.critic import CriticSettings
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
-from areal_jax.train.trainer import Trainer, TrainSettings
+from areal_jax.train.settings import TrainSettings
+from areal_jax.train.trainer import Trainer
 from areal_jax.types import StopReason
 from tests.closeness import assert_close
 from tests.train.test_trainer import answer, group
@@ -166,11 +168,11 @@ def test_no_preset_depends_on_cut_and_shards(name):
 def test_second_moment_judged_by_microbatch_would_depend_on_the_cut():
   """The fault that the mask over the whole minibatch is there for."""
   made = settings(EVERYTHING, rows=4)
-  (part,) = lib.prepare(batch(), made)
+  (part,) = minibatches_of(batch(), made)
   own = np.stack([np.full_like(m.loss_mask, -2.5) for m in part.microbatches])
   behavior = np.stack([m.behavior_logps for m in part.microbatches])
   masks = np.stack([m.loss_mask for m in part.microbatches])
-  keep = functools.partial(lib.policy.second_moment_keep, threshold=0.1)
+  keep = functools.partial(policy.second_moment_keep, threshold=0.1)
   assert len(masks) > 1
   whole = keep(own, behavior, masks)
   parts = [keep(o, b, m) for o, b, m in zip(own, behavior, masks)]
@@ -195,7 +197,7 @@ def test_proximal_for_free_equals_the_full_recompute(several):
   state = jax.device_put(start, step.state_shardings())
   placed = [
       [step.place(m, part.denominator, 0) for m in part.microbatches]
-      for part in lib.prepare(batch(), several._settings)
+      for part in minibatches_of(batch(), several._settings)
   ]
   proximal = [[step.score(state, b) for b in batches] for batches in placed]
   for batches, logps in zip(placed, proximal):
@@ -307,7 +309,7 @@ def test_advantages_are_those_of_the_critics_values():
   chosen = presets.preset('ppo', longest=6)
   made = trainer(settings(chosen.loss, chosen.advantages))
   groups = batch()
-  looked = made._look(groups)
+  scores = made._score_batch(groups)
   params = jax.device_get(made.state.roles['critic'].params)
   for index, one in enumerate(t for g in groups for t in g.trajectories):
     said = np.asarray(
@@ -319,20 +321,20 @@ def test_advantages_are_those_of_the_critics_values():
             np.ones_like(one.ids)[None],
         )
     )[0]
-    assert_close(looked.values[index][1:], said[:-1])
+    assert_close(scores.values[index][1:], said[:-1])
     if index == 2:
       break
   # GAE by hand for the first answer: gamma 1, lambda 0.95.
   first = groups[0].trajectories[0]
-  values = looked.values[0][first.loss_mask > 0]
+  values = scores.values[0][first.loss_mask > 0]
   after, wanted = 0.0, []
   for at in range(len(values) - 1, -1, -1):
     following = values[at + 1] if at + 1 < len(values) else 0.0
     reward = first.reward.score if at + 1 == len(values) else 0.0
     after = reward + following - values[at] + 0.95 * after
     wanted.insert(0, after + values[at])
-  (part,) = lib.prepare(groups, made._settings, looked=looked)
-  place = lib.packing.lay(
+  (part,) = minibatches_of(groups, made._settings, scores=scores)
+  place = packing.lay(
       [len(t.ids) for g in groups for t in g.trajectories],
       made._settings.packing,
   ).places[0]
@@ -366,10 +368,10 @@ def test_kl_in_the_reward_is_that_of_the_sampled_tokens():
       )
   )
   groups = batch(groups=1)
-  looked = made._look(groups)
-  (part,) = lib.prepare(groups, made._settings, looked=looked)
+  scores = made._score_batch(groups)
+  (part,) = minibatches_of(groups, made._settings, scores=scores)
   trajectories = groups[0].trajectories
-  places = lib.packing.lay(
+  places = packing.lay(
       [len(t.ids) for t in trajectories], made._settings.packing
   ).places
   total = tokens = 0.0
@@ -392,13 +394,13 @@ def test_distillation_takes_a_teachers_log_probs_for_rewards():
   trajectories = groups[0].trajectories
   teacher = [np.linspace(-3, -1, len(t.ids)) for t in trajectories]
   made = settings(chosen.loss, chosen.advantages)
-  (part,) = lib.prepare(
-      groups, made, looked=lib.Looked(reference_logps=teacher)
+  (part,) = minibatches_of(
+      groups, made, scores=BatchScores(reference_logps=teacher)
   )
   lengths = [len(t.ids) for t in trajectories]
-  places = lib.packing.lay(lengths, made.packing).places
+  places = packing.lay(lengths, made.packing).places
   rows = [m.advantages for m in part.microbatches]
-  found = lib.packing.gather(rows, places, lengths)
+  found = packing.gather(rows, places, lengths)
   for one, given, advantages in zip(trajectories, teacher, found):
     # log teacher - log π of each sampled token: the policy gradient of the
     # reverse KL a token.
@@ -444,12 +446,12 @@ def test_truncated_answers_leave_loss_and_denominator():
   groups[0] = dataclasses.replace(
       groups[0], trajectories=(members[0], cut, members[2])
   )
-  (whole,) = lib.prepare(batch(groups=2), made)
-  (part,) = lib.prepare(groups, made)
+  (whole,) = minibatches_of(batch(groups=2), made)
+  (part,) = minibatches_of(groups, made)
   gone = np.count_nonzero(cut.loss_mask)
   assert part.denominator == part.tokens == whole.tokens - gone
   # Its reward still counts in its group.
-  kept = lib.prepare(groups, settings())[0].microbatches[0].advantages
+  kept = minibatches_of(groups, settings())[0].microbatches[0].advantages
   seen = part.microbatches[0].advantages
   assert np.count_nonzero(seen) == np.count_nonzero(kept) - gone
   np.testing.assert_array_equal(seen[seen != 0], kept[seen != 0])

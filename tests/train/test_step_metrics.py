@@ -14,8 +14,8 @@ import pytest
 
 from areal_jax.losses.policy import AGES, PolicyLoss, WeightRule
 from areal_jax.telemetry.metrics import GROUPS, registered
-from areal_jax.train import trainer
 from areal_jax.train.step import Outcome, Scores, policy_objective
+from areal_jax.train.summary import record_metrics, summarize, summarize_critic
 from areal_jax.types import (
     Draw,
     Group,
@@ -155,7 +155,7 @@ def summary():
       nonfinite=(),
       stats=stats,
   )
-  return trainer.summarize([outcome], [float(MASK.sum())])
+  return summarize([outcome], [float(MASK.sum())])
 
 
 @pytest.mark.parametrize('name', _expected())
@@ -202,7 +202,7 @@ def test_metrics_of_the_records_are_what_their_definitions_say():
   trained = dataclasses.replace(
       second, loss_mask=np.array([0, 0, 0, 1], np.float32)
   )
-  found = trainer.describe([group], VERSION, [[first, trained]])
+  found = record_metrics([group], VERSION, [[first, trained]])
   assert found == pytest.approx(
       {
           'reward_mean': 0.5,
@@ -230,7 +230,7 @@ def test_metrics_of_the_critic_are_what_their_definitions_say():
       'value_clipped_sum': 1.0,
   }
   outcome = Outcome(True, 1.5, 0.1, 1e-3, 2.5, 3, 4, 0, (), stats)
-  assert trainer.summarize_critic([outcome], [2.0]) == pytest.approx(
+  assert summarize_critic([outcome], [2.0]) == pytest.approx(
       {
           'critic_loss': 2.5,
           'critic_gradient_norm': 1.5,

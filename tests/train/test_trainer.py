@@ -23,10 +23,13 @@ from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.metrics import METRICS
 from areal_jax.train import memory, offload
 from areal_jax.train import trainer as trainer_lib
+from areal_jax.train.batch import mask_stale, minibatches_of
 from areal_jax.train.optimizer import OptimizerSettings, learning_rate
 from areal_jax.train.packing import PackingSettings
+from areal_jax.train.settings import TrainSettings
 from areal_jax.train.step import NonFiniteError
-from areal_jax.train.trainer import Trainer, TrainSettings
+from areal_jax.train.summary import record_metrics
+from areal_jax.train.trainer import Trainer
 from areal_jax.types import (
     Draw,
     Group,
@@ -426,7 +429,7 @@ def test_every_term_of_the_loss_teaches(changes, balances, teaches):
         for g in groups
     ]
   settings = dataclasses.replace(SETTINGS, minibatches=1, **changes)
-  (part,) = trainer_lib.prepare(groups, settings, balances=balances)
+  (part,) = minibatches_of(groups, settings, balances=balances)
   assert part.teaches is teaches
 
 
@@ -448,9 +451,9 @@ def test_length_penalty_does_not_depend_on_what_is_trained(why):
   members = (answer(0, 0, 1.0, [5] * 50), answer(0, 1, 1.0, versions, stop))
   group = dataclasses.replace(batch()[0], trajectories=members)
   if why == 'stale':
-    group = trainer_lib.mask_stale(group, 5, 1)
+    group = mask_stale(group, 5, 1)
     assert group.trajectories[1].loss_mask.sum() == 60
-  (part,) = trainer_lib.prepare([group], settings)
+  (part,) = minibatches_of([group], settings)
   (microbatch,) = part.microbatches
   trained = {'fresh': 100, 'stale': 60, 'truncated': 0}[why]
   assert part.tokens == 50 + trained
@@ -562,7 +565,7 @@ def test_version_labels_give_the_staleness_metrics():
       ),
       group(1, answer(1, 0, 0.5, [2, 2, 2]), answer(1, 1, 0.5, [1])),
   ]
-  metrics = trainer_lib.describe(groups, 5, [g.trajectories for g in groups])
+  metrics = record_metrics(groups, 5, [g.trajectories for g in groups])
   assert metrics == {
       'reward_mean': pytest.approx(0.5),
       'reward_std': pytest.approx(np.sqrt(0.125)),
@@ -584,15 +587,15 @@ def test_advantages_follow_the_group_ids_and_not_the_order():
       trajectories=groups[0].trajectories[1:],
       failed=((0, 'timeout'),),
   )
-  whole = trainer_lib.prepare(batch(), SETTINGS)
-  partial = trainer_lib.prepare(groups, SETTINGS)
+  whole = minibatches_of(batch(), SETTINGS)
+  partial = minibatches_of(groups, SETTINGS)
   for a, b in zip(whole[1].microbatches, partial[1].microbatches, strict=True):
     np.testing.assert_array_equal(a.advantages, b.advantages)
   assert partial[0].denominator < whole[0].denominator
 
 
 def test_minibatches_hold_whole_groups_in_order():
-  parts_ = trainer_lib.prepare(batch(groups=5), SETTINGS)
+  parts_ = minibatches_of(batch(groups=5), SETTINGS)
   lengths = [
       sum(t.loss_mask.sum() for t in g.trajectories) for g in batch(groups=5)
   ]
