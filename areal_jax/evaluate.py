@@ -166,6 +166,7 @@ def _ask(prepared: Prepared, version: int, printed: pathlib.Path) -> Evaluation:
   from areal_jax.mesh.rules import Rules
   from areal_jax.mesh.slices import cut, generation_only, machine_devices
   from areal_jax.rewards.scorer import Scorer
+  from areal_jax.rollout.workflow import WorkflowContext, build_workflow
   from areal_jax.telemetry.events import EventLog
 
   settings, model, rules = prepared.settings, prepared.model, Rules()
@@ -202,15 +203,25 @@ def _ask(prepared: Prepared, version: int, printed: pathlib.Path) -> Evaluation:
     evaluator = build_evaluator(engines, events)
     stack.callback(evaluator.stop)
     evaluator.start()
+    decode = lambda ids: prepared.tokenizer.decode(ids.tolist())
+    workflow = build_workflow(
+        settings.rollout.workflow,
+        WorkflowContext(
+            client=evaluator.client,
+            render=prepared.prompt_ids,
+            decode=decode,
+            score=lambda draw, text: scorer(draw.problem, text),
+            sampling=prepared.evaluation_sampling,
+            clock=time.monotonic,
+        ),
+    )
     evaluations = Evaluations(
         evaluator,
         thread,
         settings=settings.evaluation,
         problems=prepared.evaluation,
-        sampling=prepared.evaluation_sampling,
-        render=prepared.prompt_ids,
-        decode=lambda ids: prepared.tokenizer.decode(ids.tolist()),
-        score=lambda draw, text: scorer(draw.problem, text),
+        workflow=workflow,
+        decode=decode,
         vote=settings.evaluation.load_vote('config.evaluation'),
         events=events,
         done=lambda result: None,

@@ -72,7 +72,11 @@ from areal_jax.rewards.self_test import self_test
 from areal_jax.rollout.controller import Controller, Costs, Snapshot
 from areal_jax.rollout.evaluation import Evaluation, table_text
 from areal_jax.rollout.memory import decode_state_bytes
-from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.rollout.workflow import (
+    Workflow,
+    WorkflowContext,
+    build_workflow,
+)
 from areal_jax.settings.algorithm import algorithm_changes
 from areal_jax.settings.cautions import cautions
 from areal_jax.settings.experiment import Experiment
@@ -520,10 +524,12 @@ class Session:
         self._async,
         settings=settings.evaluation,
         problems=prepared.evaluation,
-        sampling=prepared.evaluation_sampling,
-        render=self._render,
+        workflow=self._build_workflow(
+            client=self._evaluator.client,
+            score=functools.partial(self._score, self._judge, 'evaluate'),
+            sampling=prepared.evaluation_sampling,
+        ),
         decode=self._decode,
-        score=functools.partial(self._score, self._judge, 'evaluate'),
         vote=settings.evaluation.load_vote('config.evaluation'),
         events=self._events,
         done=self._record_evaluation,
@@ -1091,15 +1097,16 @@ class Session:
 
   # Its parts.
 
-  def _workflow(self) -> SingleTurn:
-    return SingleTurn(
-        client=self._rollout.client,
-        render=self._render,
-        decode=self._decode,
-        score=functools.partial(self._score, self._scorer, 'reward'),
-        sampling=self._prepared.sampling,
-        clock=time.monotonic,
+  def _build_workflow(self, **parts: Any) -> Workflow:
+    """The workflow of the settings, for training or evaluation.
+
+    Args:
+      **parts: client, score and sampling of the `WorkflowContext`.
+    """
+    context = WorkflowContext(
+        render=self._render, decode=self._decode, clock=time.monotonic, **parts
     )
+    return build_workflow(self._settings.rollout.workflow, context)
 
   def _render(self, problem: Problem) -> tuple[int, ...]:
     return self._prepared.prompt_ids(problem)
@@ -1137,7 +1144,11 @@ class Session:
     rollout = self._settings.rollout
     return Controller(
         draws=self._draws,
-        workflow=self._workflow(),
+        workflow=self._build_workflow(
+            client=self._rollout.client,
+            score=functools.partial(self._score, self._scorer, 'reward'),
+            sampling=self._prepared.sampling,
+        ),
         ledger=Ledger(rollout.batch_size, rollout.eta),
         buffer=GroupBuffer(rollout.staleness, rollout.eta),
         group_size=rollout.group_size,

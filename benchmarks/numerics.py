@@ -36,7 +36,7 @@ from areal_jax.prepare.prepared import Prepared, prepare
 from areal_jax.rollout.client import EngineClient
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.loop import EngineLoop
-from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.rollout.workflow import SingleTurn, WorkflowContext
 from areal_jax.telemetry.events import EventLog
 from areal_jax.train import packing
 from areal_jax.train.optimizer import OptimizerSettings
@@ -121,12 +121,14 @@ async def _answers(
   loop.set_weights(0, params, lambda version: None)
   loop.start()
   workflow = SingleTurn(
-      client=EngineClient([loop]),
-      render=lambda problem: prepared.prompts[problem.id],
-      decode=lambda ids: prepared.tokenizer.decode(ids.tolist()),
-      score=score,
-      sampling=prepared.sampling,
-      clock=lambda: 0.0,
+      WorkflowContext(
+          client=EngineClient([loop]),
+          render=lambda problem: prepared.prompts[problem.id],
+          decode=lambda ids: prepared.tokenizer.decode(ids.tolist()),
+          score=score,
+          sampling=prepared.sampling,
+          clock=lambda: 0.0,
+      )
   )
   try:
     return await asyncio.gather(

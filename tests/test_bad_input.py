@@ -352,13 +352,14 @@ def test_what_is_opened_is_refused_together(refused_with):
   lines = refused_with(
       {
           'reward.function': 'no_such_package:score',
+          'rollout.workflow': 'no_such_package:ask',
           'tokenizer.path': 'absent.model',
           'policy.path': 'absent',
           'task.train_file': 'absent.jsonl',
           'output': __file__,
       }
   )
-  named = ('output', 'reward', 'task', 'tokenizer', 'policy')
+  named = ('output', 'reward', 'rollout', 'task', 'tokenizer', 'policy')
   assert len(lines) == len(named)
   for line, name in zip(lines, named):
     assert line.startswith(f'error: config.{name}')
@@ -550,6 +551,35 @@ def test_no_number_may_be_without_sense(path):
             {'reward.function': 'exact'},
             "config.reward.function is 'exact', wanted the form"
             " 'package.module:function'",
+        ),
+        case(
+            'workflow_whose_module_is_missing',
+            {'rollout.workflow': 'no_such_package:ask'},
+            "config.rollout.workflow is 'no_such_package:ask'",
+            "No module named 'no_such_package'",
+        ),
+        case(
+            'workflow_whose_name_is_missing',
+            {'rollout.workflow': 'areal_jax.rollout.workflow:SingleTurns'},
+            "has no 'SingleTurns'; did you mean 'SingleTurn'?",
+        ),
+        case(
+            'workflow_in_place_of_what_builds_it',
+            {'rollout.workflow': 'tests.session_workflows:is_the_workflow'},
+            "config.rollout.workflow is 'tests.session_workflows:is_the_w",
+            'which cannot be called with (context): missing a required',
+        ),
+        case(
+            'workflow_whose_builder_is_awaited',
+            {'rollout.workflow': 'tests.session_workflows:answers_itself'},
+            "'tests.session_workflows:answers_itself', wanted a plain function"
+            ' of (context)',
+        ),
+        case(
+            'turn_discount_of_answers_that_have_one_turn',
+            {'train.advantages.turn_discount': 0.9},
+            'config.train.advantages.turn_discount is 0.9, wanted 1 with'
+            " rollout.workflow='areal_jax.rollout.workflow:SingleTurn'",
         ),
     ],
 )

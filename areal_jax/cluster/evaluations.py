@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from typing import Any, Callable, Sequence
 
 import numpy as np
@@ -19,9 +18,9 @@ import numpy as np
 from areal_jax.cluster.local import AsyncFuture, AsyncThread
 from areal_jax.rollout.evaluation import Evaluation, EvaluationSettings, Vote
 from areal_jax.rollout.evaluator import Evaluator
-from areal_jax.rollout.workflow import Score, SingleTurn
+from areal_jax.rollout.workflow import Workflow
 from areal_jax.telemetry.events import EventLog
-from areal_jax.types import Problem, SamplingParams
+from areal_jax.types import Problem
 
 
 class Evaluations:
@@ -32,10 +31,9 @@ class Evaluations:
     thread: whose event loop they run on.
     settings: what is evaluated.
     problems: what is asked.
-    sampling: how answers are sampled.
-    render: prompt of a problem to token ids.
+    workflow: answers by the evaluator's client, and scores; not with the scorer
+      of training, which would wait for it.
     decode: token ids of an answer to text.
-    score: who scores; not the scorer of training, which would wait for it.
     vote: what a text votes for.
     events: where spans go.
     done: called in the main thread with each result.
@@ -52,10 +50,8 @@ class Evaluations:
       *,
       settings: EvaluationSettings,
       problems: Sequence[Problem],
-      sampling: SamplingParams,
-      render: Callable[[Problem], tuple[int, ...]],
+      workflow: Workflow,
       decode: Callable[[np.ndarray], str],
-      score: Score,
       vote: Vote,
       events: EventLog,
       done: Callable[[Evaluation], None],
@@ -74,14 +70,7 @@ class Evaluations:
         decode=decode,
         vote=vote,
         wait_s=wait_s,
-        workflow=SingleTurn(
-            client=evaluator.client,
-            render=render,
-            decode=decode,
-            score=score,
-            sampling=sampling,
-            clock=time.monotonic,
-        ),
+        workflow=workflow,
     )
 
   def start(self, version: int, weights: Sequence[Any]) -> bool:

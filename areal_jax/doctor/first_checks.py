@@ -38,7 +38,11 @@ from areal_jax.mesh.slices import cut, machine_devices
 from areal_jax.models import lora
 from areal_jax.prepare.prepared import Prepared, prepare
 from areal_jax.rewards.scorer import Scorer
-from areal_jax.rollout.workflow import MemberFailed, SingleTurn
+from areal_jax.rollout.workflow import (
+    MemberFailed,
+    WorkflowContext,
+    build_workflow,
+)
 from areal_jax.sandbox.call import call
 from areal_jax.settings.experiment import Experiment
 from areal_jax.telemetry import run_folder
@@ -271,13 +275,16 @@ class PlainLoop:
         dtype=settings.rollout.dtype or None,
         merge=settings.rollout.merge_adapters,
     )
-    self._workflow = SingleTurn(
-        client=self._rollout.client,
-        render=prepared.prompt_ids,
-        decode=lambda ids: prepared.tokenizer.decode(ids.tolist()),
-        score=lambda draw, text: self._scorer(draw.problem, text),
-        sampling=prepared.sampling,
-        clock=time.monotonic,
+    self._workflow = build_workflow(
+        settings.rollout.workflow,
+        WorkflowContext(
+            client=self._rollout.client,
+            render=prepared.prompt_ids,
+            decode=lambda ids: prepared.tokenizer.decode(ids.tolist()),
+            score=lambda draw, text: self._scorer(draw.problem, text),
+            sampling=prepared.sampling,
+            clock=time.monotonic,
+        ),
     )
 
   def run(self) -> Plain:

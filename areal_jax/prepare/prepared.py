@@ -182,6 +182,8 @@ def prepare(experiment: Experiment) -> Prepared:
   with mistakes:
     settings.reward.check('config.reward')
   with mistakes:
+    settings.rollout.check('config.rollout')
+  with mistakes:
     settings.evaluation.load_vote('config.evaluation')
   with mistakes:
     train, evaluation = load_task_problems(settings)

@@ -6,6 +6,7 @@ import typing
 
 from areal_jax.config import require
 from areal_jax.losses import presets
+from areal_jax.rollout.workflow import SINGLE_TURN
 
 if typing.TYPE_CHECKING:
   from areal_jax.settings.experiment import Experiment
@@ -56,6 +57,13 @@ def check_algorithm(settings: Experiment, at: str) -> None:
       train.reference_path,
       "a teacher's folder, and a train.advantages.kl_coefficient above 0, with"
       ' train.advantages.reward_scale=0: nothing else would be learnt',
+  )
+  require(
+      advantages.turn_discount == 1 or rollout.workflow != SINGLE_TURN,
+      f'{at}.train.advantages.turn_discount',
+      advantages.turn_discount,
+      f'1 with rollout.workflow={rollout.workflow!r}: an answer of one turn has'
+      ' nothing to discount',
   )
   critic = train.critic
   require(

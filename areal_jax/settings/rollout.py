@@ -10,6 +10,7 @@ from areal_jax.buffer import StalenessPolicy
 from areal_jax.config import require
 from areal_jax.rollout.engine import EngineSettings
 from areal_jax.rollout.loop import SwapMode
+from areal_jax.rollout.workflow import SINGLE_TURN, load_workflow
 
 
 @dataclasses.dataclass
@@ -58,6 +59,9 @@ class RolloutSettings:
       workflow that hangs. What is still missing then is an unfinished answer,
       see `failures.unfinished`. 0 for half of `wait_s`, so that a group that is
       dropped can be replaced before training gives up.
+    workflow: 'package.module:function' that builds what turns a draw into a
+      scored answer, see `rollout/workflow.py` and docs/extend.md. The default
+      asks once.
     engine: shapes of one engine.
   """
 
@@ -80,6 +84,7 @@ class RolloutSettings:
   merge_adapters: bool = False
   wait_s: float = 600.0
   group_s: float = 0.0
+  workflow: str = SINGLE_TURN
   engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
 
   def validate(self, at: str) -> None:
@@ -133,6 +138,17 @@ class RolloutSettings:
         f' engine.max_length={self.engine.max_length} less'
         f' engine.max_prompt_length={self.engine.max_prompt_length}',
     )
+
+  def check(self, at: str) -> None:
+    """Imports the workflow.
+
+    Apart from `validate`, so that a config can be read where the workflow's
+    libraries are not installed.
+
+    Raises:
+      ConfigError: see `load_workflow`.
+    """
+    load_workflow(self.workflow, f'{at}.workflow')
 
   @property
   def synchronous(self) -> bool:

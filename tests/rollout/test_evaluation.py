@@ -30,7 +30,7 @@ from areal_jax.rollout.evaluation import (
 )
 from areal_jax.rollout.evaluator import Evaluator
 from areal_jax.rollout.loop import EngineLoop, EngineStopped
-from areal_jax.rollout.workflow import SingleTurn
+from areal_jax.rollout.workflow import SingleTurn, WorkflowContext
 from areal_jax.telemetry.events import EventLog
 from areal_jax.types import (
     Problem,
@@ -390,17 +390,19 @@ class Asked:
         [params] * len(self.evaluator.loops),
         problems,
         SingleTurn(
-            client=self,
-            render=lambda problem: (1, 2, 3 + int(problem.prompt)),
-            decode=Numbers().decode,
-            score=self.score,
-            sampling=SamplingParams(
-                max_new_tokens=6,
-                temperature=chosen.temperature,
-                stop_ids=(4,),
-                stop_strings=stops,
-            ),
-            clock=lambda: 0.0,
+            WorkflowContext(
+                client=self,
+                render=lambda problem: (1, 2, 3 + int(problem.prompt)),
+                decode=Numbers().decode,
+                score=self.score,
+                sampling=SamplingParams(
+                    max_new_tokens=6,
+                    temperature=chosen.temperature,
+                    stop_ids=(4,),
+                    stop_strings=stops,
+                ),
+                clock=lambda: 0.0,
+            )
         ),
         chosen,
         decode=Numbers().decode,
