@@ -137,7 +137,7 @@ class SamplingParams:
   stop string that is complete before does not end the answer.
 
   Several samples of one prompt are several requests, told apart by
-  `Request.sample`; see `rollout.client.generate_samples`.
+  `Request.sample`.
 
   Attributes:
     max_new_tokens: longest answer.

@@ -50,7 +50,8 @@ from areal_jax import command
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.models.config import ModelConfig
-from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.train import packing
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings, Shape

@@ -54,7 +54,7 @@ from areal_jax.mesh.slices import MeshSettings
 from areal_jax.models import hf
 from areal_jax.models.config import ModelConfig
 from areal_jax.rewards.scorer import RewardSettings
-from areal_jax.rollout.engine import EngineSettings
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.rollout.evaluation import EvaluationSettings
 from areal_jax.settings.experiment import Experiment
 from areal_jax.settings.rollout import RolloutSettings

@@ -53,7 +53,8 @@ from areal_jax.mesh.slices import (
 )
 from areal_jax.models import transformer
 from areal_jax.models.config import PROJECTIONS, LoraSettings, ModelConfig
-from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.rollout.loop import EngineLoop
 from areal_jax.telemetry.events import EventLog
 from areal_jax.types import Request, SamplingParams

@@ -30,7 +30,8 @@ from areal_jax.mesh import slices
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
-from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.rollout.loop import EngineLoop
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.events import EventLog

@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_jax.models.config import ModelConfig
 from areal_jax.rewards.scorer import RewardSettings
-from areal_jax.rollout.engine import EngineSettings
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.settings.experiment import Experiment
 from areal_jax.settings.rollout import RolloutSettings
 from areal_jax.settings.task import PolicySettings, TaskSettings

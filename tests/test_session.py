@@ -29,7 +29,8 @@ from areal_jax.models.config import ModelConfig, MoeSettings
 from areal_jax.prepare.prepared import prepare
 from areal_jax.rewards.scorer import RewardSettings
 from areal_jax.rollout import client
-from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.rollout.evaluation import EvaluationSettings
 from areal_jax.rollout.failures import TooManyFailures
 from areal_jax.rollout.loop import EngineLoop, EngineStopped

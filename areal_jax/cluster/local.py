@@ -28,7 +28,8 @@ from areal_jax.models import lora, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.rollout import memory
 from areal_jax.rollout.client import EngineClient
-from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.rollout.evaluator import Evaluator
 from areal_jax.rollout.loop import (
     EngineLoop,

@@ -34,7 +34,8 @@ from typing import Callable, Collection, Hashable, Iterable, Mapping
 
 import numpy as np
 
-from areal_jax.rollout.engine import EngineSettings, Pieces
+from areal_jax.rollout.decode_state import Pieces
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.rollout.pages import PagePool
 
 

@@ -3,18 +3,14 @@
 Requests of one draw go to one replica, so that its group shares a prefill. It
 is the living replica with the least to do when the first of them comes. If it
 dies before it has answered, they go to another one and begin again there.
-`generate_samples` asks for several answers to one prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import functools
 from typing import Callable, Protocol, Sequence
-
-import numpy as np
 
 from areal_jax.rollout.loop import EngineStopped, Health, Ticket
 from areal_jax.types import Completion, Purpose, Request
@@ -152,51 +148,3 @@ class EngineClient:
     except asyncio.CancelledError:
       replica.abort([ticket])
       raise
-
-
-async def generate_samples(
-    client: Client, request: Request, n: int
-) -> tuple[Completion, ...]:
-  """n answers to one prompt, in the order of their samples.
-
-  Sample i has the random stream of `request.sample + i`, so what it says does
-  not depend on n. All n share a prefill, as all requests of one draw do.
-
-  Raises:
-    ValueError: n is below 1.
-    Exception: what the first to fail raised; the others are given up.
-  """
-  if n < 1:
-    raise ValueError(f'n is {n}, wanted at least 1')
-  samples = [
-      dataclasses.replace(
-          request,
-          request_id=f'{request.request_id}/{i}',
-          sample=request.sample + i,
-      )
-      for i in range(n)
-  ]
-  tasks = [asyncio.ensure_future(client.generate(s)) for s in samples]
-  try:
-    return tuple(await asyncio.gather(*tasks))
-  finally:
-    for task in tasks:
-      task.cancel()
-
-
-def echoed(
-    request: Request, completion: Completion
-) -> tuple[np.ndarray, np.ndarray]:
-  """Prompt and answer as one: ids [P + T] int32, log-probs [P + T] float32.
-
-  The prompt's log-probs are raw, the answer's those of the distribution sampled
-  from; NaN where they were not asked for, and for the first token.
-  """
-  prompt = np.asarray(request.prompt_ids, np.int32)
-  logps = completion.prompt_logps
-  if logps is None:
-    logps = np.full(len(prompt), np.nan, np.float32)
-  return (
-      np.concatenate([prompt, completion.ids]),
-      np.concatenate([logps, completion.logps]),
-  )

@@ -39,21 +39,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.config import require
 from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules, mesh_axes
 from areal_jax.models import paged_attention, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import UNKNOWN
 from areal_jax.rollout import sampling
-from areal_jax.rollout.sampling import SamplingFeatures
+from areal_jax.rollout.decode_state import (
+    DecodeState,
+    Pieces,
+    Prefix,
+    SlotSettings,
+    StepResult,
+    of_slots,
+    with_slots,
+)
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.telemetry.programs import Compile, Name, Programs
 from areal_jax.types import Request, SamplingParams
 
@@ -67,288 +74,7 @@ LAY_OUT: Name = ('lay_out',)
 OCCUPY: Name = ('occupy',)
 RELEASE: Name = ('release',)
 
-_SMALLEST_PREFILL = 16
 _PROMPT_LOGITS = 2**24  # most logits of a prompt that are there at once
-# Decode programs for fewer live tokens would not be faster, and be compiled.
-_SMALLEST_LIVE = 64
-# A decode step of fewer slots does not take less time.
-_FEWEST_ROWS = 8
-# Tokens of history that one `occupy` program takes to the devices.
-_MOST_OCCUPIED = 2**18
-
-
-@dataclasses.dataclass
-class EngineSettings:
-  """Shapes of one engine; every one of them is static.
-
-  Attributes:
-    slots: S, requests decoded side by side.
-    max_length: longest prompt plus answer, in tokens.
-    max_prompt_length: longest prompt, in tokens.
-    page_size: tokens a cache page.
-    pages: of the cache; 0 for so many that all slots can be of `max_length`.
-      With fewer, memory follows the tokens that are live, and the youngest
-      request gives way, to be continued later, when pages run out.
-    steps: k, most decode steps a dispatch.
-    halvings: times that the slots of a decode step may be halved where few of
-      them are active, as when the last answers of a batch are awaited; each is
-      one program more for each width of the page tables, compiled when it would
-      have been of use some times.
-    chunk: most tokens that one prefill program computes, rows and all, on each
-      data shard; longer prompts come in pieces, with decode steps in between.
-    prefill_rows: most sequences that one prefill program computes pieces of, on
-      each data shard.
-    max_stop_ids: room for stop ids in each slot.
-    sampling: what requests may ask of the sampler that costs something.
-  """
-
-  slots: int = 64
-  max_length: int = 128
-  max_prompt_length: int = 64
-  page_size: int = 16
-  pages: int = 0
-  steps: int = 8
-  halvings: int = 2
-  chunk: int = 1024
-  prefill_rows: int = 16
-  max_stop_ids: int = 4
-  sampling: SamplingFeatures = dataclasses.field(
-      default_factory=SamplingFeatures
-  )
-
-  def validate(self, at: str) -> None:
-    for name in ('slots', 'max_length', 'max_prompt_length', 'page_size',
-                 'steps', 'chunk', 'prefill_rows',
-                 'max_stop_ids'):  # fmt: skip
-      value = getattr(self, name)
-      require(value >= 1, f'{at}.{name}', value, 'at least 1')
-    require(self.halvings >= 0, f'{at}.halvings', self.halvings, 'at least 0')
-    require(
-        self.max_prompt_length < self.max_length,
-        f'{at}.max_prompt_length',
-        self.max_prompt_length,
-        f'less than max_length={self.max_length}',
-    )
-    for name in ('page_size', 'chunk'):
-      value = getattr(self, name)
-      power = value & (value - 1) == 0
-      require(power, f'{at}.{name}', value, 'a power of two')
-    least = max(_SMALLEST_PREFILL, self.page_size)
-    require(
-        self.chunk >= least,
-        f'{at}.chunk',
-        self.chunk,
-        f'at least {least}, with page_size={self.page_size}',
-    )
-    # A sequence of any length, and the page that its last one is copied from.
-    least = self.pages_per_slot + 1
-    require(
-        self.pages == 0 or self.pages >= least,
-        f'{at}.pages',
-        self.pages,
-        f'0 or at least {least}: one more than max_length takes',
-    )
-
-  def check_shards(self, shards: int, at: str) -> None:
-    """Refuses what cannot be cut into so many data shards.
-
-    Raises:
-      ConfigError: slots or pages that do not divide, or too few of them.
-    """
-    for name in ('slots', 'pages'):
-      value = getattr(self, name)
-      wanted = f'a multiple of the {shards} data shards of a replica'
-      require(value % shards == 0, f'{at}.{name}', value, wanted)
-    least = shards * (self.pages_per_slot + 1)
-    require(
-        self.pages == 0 or self.pages >= least,
-        f'{at}.pages',
-        self.pages,
-        f'0 or at least {least}: on each of {shards} data shards one more than'
-        ' max_length takes',
-    )
-
-  def of_shard(self, shards: int) -> EngineSettings:
-    """The shapes of one of so many data shards."""
-    return dataclasses.replace(
-        self, slots=self.slots // shards, pages=self.pages // shards
-    )
-
-  @property
-  def pages_per_slot(self) -> int:
-    return math.ceil(self.max_length / self.page_size)
-
-  @property
-  def total_pages(self) -> int:
-    """Pages of the cache. What slots copy from needs some beside theirs."""
-    return self.pages or (self.slots + 1) * self.pages_per_slot
-
-  @property
-  def prefill_buckets(self) -> tuple[int, ...]:
-    """Padded prompt lengths: powers of two, the last one holds any prompt."""
-    return self._buckets(self.max_prompt_length)
-
-  @property
-  def piece_buckets(self) -> tuple[int, ...]:
-    """Padded lengths of the pieces that sequences are cached in."""
-    return self._buckets(min(self.chunk, self.max_length))
-
-  @property
-  def longest_piece(self) -> int:
-    return self.piece_buckets[-1]
-
-  @property
-  def live_buckets(self) -> tuple[int, ...]:
-    """Columns of page tables that decode programs exist for.
-
-    Each at most half of the next: tables a little narrower are not worth what
-    a program takes to compile.
-    """
-    columns = max(1, _SMALLEST_LIVE // self.page_size)
-    buckets = []
-    while 2 * columns <= self.pages_per_slot:
-      buckets.append(columns)
-      columns *= 2
-    return (*buckets, self.pages_per_slot)
-
-  @property
-  def decode_rows(self) -> tuple[int, ...]:
-    """Slots of a decode step that programs exist for, all of them first."""
-    rows = [self.slots]
-    while len(rows) <= self.halvings and rows[-1] > _FEWEST_ROWS:
-      rows.append(-(-rows[-1] // 2))
-    return tuple(rows)
-
-  @property
-  def occupy_rows(self) -> int:
-    """Slots that one `occupy` program fills."""
-    capacity = self.pages_per_slot * self.page_size
-    return min(self.slots, max(1, _MOST_OCCUPIED // capacity))
-
-  def piece_bucket(self, length: int) -> int:
-    """The smallest bucket that holds a piece."""
-    return next(b for b in self.piece_buckets if b >= length)
-
-  def piece_rows(self, bucket: int) -> int:
-    """Rows of the program that computes pieces of this bucket together."""
-    return max(1, min(self.prefill_rows, self.chunk // bucket))
-
-  def rows_for(self, count: int, bucket: int) -> int:
-    """Rows of the program to take for so many pieces: 1 or `piece_rows`.
-
-    Rows that nobody needs are computed too, so a few prompts come one by one.
-    """
-    most = self.piece_rows(bucket)
-    alone = bucket <= self.prefill_buckets[-1] and 4 * count <= most
-    return 1 if alone else most
-
-  def live_columns(self, tokens: int) -> int:
-    """The fewest columns that hold a sequence of so many tokens."""
-    needed = -(-tokens // self.page_size)
-    return next(c for c in self.live_buckets if c >= needed)
-
-  def _buckets(self, longest: int) -> tuple[int, ...]:
-    capacity = self.pages_per_slot * self.page_size
-    bucket = max(_SMALLEST_PREFILL, self.page_size)
-    buckets = []
-    while bucket < longest:
-      buckets.append(min(bucket, capacity))
-      bucket *= 2
-    return tuple(sorted({*buckets, min(bucket, capacity)}))
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=['keys', 'values', 'ids', 'length', 'routing'],
-    meta_fields=[],
-)
-@dataclasses.dataclass
-class Prefix:
-  """A prompt's cache entries, to be inserted into any number of slots."""
-
-  keys: Array  # [L, T, K, H] of the compute dtype, positions encoded
-  values: Array  # [L, T, K, H]
-  ids: Array  # [T] int32, padded prompt
-  length: Array  # [] int32, true length
-  routing: Array | None = None  # [T, L, k] int16 experts, where recorded
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class DecodeState:
-  """All that S slots need to go on. C = pages a slot times page size.
-
-  Slots and pages are those of all data shards, the first one's first.
-  """
-
-  keys: Array  # [L, pages, page_size, K, H]; see transformer.cache_shapes
-  values: Array  # [L, pages, page_size, K, H]
-  history: Array  # [S, C] int32, prompt and answer so far
-  length: Array  # [S] int32, tokens in history; the last one is not cached
-  prompt_length: Array  # [S] int32
-  limit: Array  # [S] int32, length at which the slot ends
-  minimum: Array  # [S] int32, length before which stop ids are impossible
-  choice: sampling.Choice  # how each slot chooses its tokens
-  stop_ids: Array  # [S, E] int32, -1 where unused
-  streams: Array  # [S, 2] uint32
-  active: Array  # [S] bool
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class StepResult:
-  """What up to k decode steps brought, slot by slot."""
-
-  drawn: sampling.Drawn  # of [S, k]
-  valid: Array  # [S, k] bool, whether the slot drew this token
-  active: Array  # [S] bool, after the last step
-  stopped: Array  # [S] bool, ended by a stop id (and not by its limit)
-  steps: Array  # [D] int32, steps really run by each data shard
-  # [S, k, L, experts a token] int16, of the token that was fed, where recorded
-  routing: Array | None = None
-
-  @property
-  def tokens(self) -> Array:
-    """[S, k] int32."""
-    return self.drawn.tokens
-
-  @property
-  def logps(self) -> Array:
-    """[S, k] float32 nats, of the distribution drawn from."""
-    return self.drawn.logps
-
-
-@dataclasses.dataclass(frozen=True)
-class Pieces:
-  """Tokens to be cached, R rows of T: each a piece of a sequence.
-
-  Rows are those of all data shards, as many of each, the first one's first.
-
-  Example: the tokens from 8 on of a sequence of 19, with pages of 4: start 8,
-  length 11, and a table that names the pages of positions 0 to 18.
-  """
-
-  ids: np.ndarray  # [R, T] int32, padded on the right
-  starts: np.ndarray  # [R] int32, cached before; whole pages
-  lengths: np.ndarray  # [R] int32 tokens that are meant, 0 in unused rows
-  tables: np.ndarray  # [R, pages a slot] int32
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotSettings:
-  """Per-slot settings of M requests.
-
-  M / D of each data shard, the first one's first, of which the first ones are
-  meant.
-  """
-
-  # [M] int32 of its own shard's slots; as many as there are: none is meant
-  slots: np.ndarray
-  new_tokens: np.ndarray  # [M] int32
-  min_new_tokens: np.ndarray  # [M] int32
-  choice: sampling.Choice  # of numpy arrays
-  stop_ids: np.ndarray  # [M, E] int32
-  words: np.ndarray  # [M, 6] uint32, see `sampling.stream_words`
 
 
 class Engine:
@@ -1154,7 +880,7 @@ class Engine:
     features = self.settings.sampling
     whole = state
     if slots is not None:
-      state = _of_slots(state, slots)
+      state = of_slots(state, slots)
     rows = len(state.length)
     everyone = jnp.arange(rows)
     blank = StepResult(
@@ -1244,7 +970,7 @@ class Engine:
 
     state, result, _ = jax.lax.while_loop(more, step, (state, blank, counts))
     if slots is not None:
-      state = _with_slots(whole, slots, state)
+      state = with_slots(whole, slots, state)
     return state, dataclasses.replace(result, steps=result.steps[None])
 
   def _blank_routing(self, rows: int) -> Array | None:
@@ -1329,28 +1055,6 @@ class Engine:
         calls.append({})
       calls[call][i] = shard * rows + row
     return calls
-
-
-def _of_slots(state: DecodeState, slots: Array) -> DecodeState:
-  """The state of slots [R] alone, over the cache of all."""
-  own = dataclasses.replace(state, keys=None, values=None)
-  own = jax.tree.map(lambda x: x[slots], own)
-  return dataclasses.replace(own, keys=state.keys, values=state.values)
-
-
-def _with_slots(
-    state: DecodeState, slots: Array, own: DecodeState
-) -> DecodeState:
-  """The state with what decode steps of those slots have changed."""
-  put = lambda x, new: x.at[slots].set(new)
-  return dataclasses.replace(
-      state,
-      keys=own.keys,
-      values=own.values,
-      history=put(state.history, own.history),
-      length=put(state.length, own.length),
-      active=put(state.active, own.active),
-  )
 
 
 def _sends() -> contextlib.AbstractContextManager:

@@ -45,6 +45,7 @@ import numpy as np
 
 from areal_jax.config import require
 from areal_jax.rollout import engine as core
+from areal_jax.rollout.decode_state import DecodeState, Prefix, StepResult
 from areal_jax.types import Request, SamplingParams
 
 _LEVEL = logging.getLogger().level
@@ -84,7 +85,7 @@ class Prompt:
   decoding.
   """
 
-  prefix: core.Prefix
+  prefix: Prefix
   length: int  # tokens
 
 
@@ -137,7 +138,7 @@ class JetStreamEngine(engine_api.Engine):
     """The weights; the orchestrator asks once."""
     return self._params
 
-  def init_decode_state(self) -> core.DecodeState:
+  def init_decode_state(self) -> DecodeState:
     """A state in which no slot is active."""
     return self._engine.init_decode_state()
 
@@ -167,8 +168,8 @@ class JetStreamEngine(engine_api.Engine):
     return self._prefill(params, padded, len(ids))
 
   def insert(
-      self, prefix: Prompt, decode_state: core.DecodeState, slot: int
-  ) -> core.DecodeState:
+      self, prefix: Prompt, decode_state: DecodeState, slot: int
+  ) -> DecodeState:
     """Puts a prompt into a slot, with all the room that it leaves."""
     number = next(self._inserted)  # names the random stream of the answer
     room = self._engine.settings.max_length - prefix.length
@@ -183,8 +184,8 @@ class JetStreamEngine(engine_api.Engine):
     )
 
   def generate(
-      self, params: Params, decode_state: core.DecodeState
-  ) -> tuple[core.DecodeState, engine_api.ResultTokens]:
+      self, params: Params, decode_state: DecodeState
+  ) -> tuple[DecodeState, engine_api.ResultTokens]:
     """One decode step of all slots."""
     state, result = self._taking_turns(
         self._engine.generate, params, decode_state
@@ -315,9 +316,7 @@ def _shape_of(x: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _pack(
-    result: core.StepResult, length: Array, prompt_length: Array
-) -> Array:
+def _pack(result: StepResult, length: Array, prompt_length: Array) -> Array:
   """[S, 3] int32: token, whether it was drawn, tokens generated so far."""
   return jnp.stack(
       [result.tokens[:, 0], result.valid[:, 0], length - prompt_length], axis=1

@@ -61,7 +61,8 @@ import numpy as np
 from areal_jax.models.moe import UNKNOWN
 from areal_jax.rollout import engine as engine_lib
 from areal_jax.rollout.cache import SlotCache
-from areal_jax.rollout.engine import Engine, Pieces
+from areal_jax.rollout.decode_state import Pieces
+from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pace import Pace
 from areal_jax.rollout.stopping import Stop, StopStrings
 from areal_jax.telemetry.events import EventLog

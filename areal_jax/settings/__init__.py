@@ -23,7 +23,7 @@ from areal_jax.models.config import (
     RopeScaling,
 )
 from areal_jax.rewards.scorer import RewardSettings
-from areal_jax.rollout.engine import EngineSettings
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.rollout.evaluation import EvaluationSettings
 from areal_jax.rollout.failures import FailureSettings
 from areal_jax.rollout.sampling import SamplingFeatures

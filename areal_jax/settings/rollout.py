@@ -8,7 +8,7 @@ from typing import Literal
 
 from areal_jax.buffer import StalenessPolicy
 from areal_jax.config import require
-from areal_jax.rollout.engine import EngineSettings
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.rollout.loop import SwapMode
 from areal_jax.rollout.workflow import SINGLE_TURN, load_workflow
 

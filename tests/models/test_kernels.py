@@ -15,7 +15,8 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import mesh_of
 from areal_jax.models import attention, paged_attention, transformer, visibility
 from areal_jax.models.config import ModelConfig
-from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.engine_settings import EngineSettings
 
 # Heads as in Qwen2.5-1.5B, by two key/value heads on each device.
 CONFIG = ModelConfig(

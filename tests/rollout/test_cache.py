@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from areal_jax.rollout.cache import SlotCache
-from areal_jax.rollout.engine import EngineSettings
+from areal_jax.rollout.engine_settings import EngineSettings
 
 PAGE = 4
 

@@ -17,7 +17,9 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import mesh_of
 from areal_jax.models import transformer
 from areal_jax.models.config import MoeSettings
-from areal_jax.rollout.engine import Engine, EngineSettings, Pieces
+from areal_jax.rollout.decode_state import Pieces
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.telemetry.compilations import CompilationCounter
 from tests import tiny

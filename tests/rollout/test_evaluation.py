@@ -18,7 +18,8 @@ from areal_jax.config import ConfigError
 from areal_jax.mesh.rules import Rules
 from areal_jax.models.config import LoraSettings
 from areal_jax.rollout import memory
-from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.rollout.evaluation import (
     Answer,
     EvaluationSettings,

@@ -22,7 +22,8 @@ import pytest
 
 from areal_jax.mesh.rules import Rules
 from areal_jax.models.hf import save_hf
-from areal_jax.rollout.engine import Engine, EngineSettings
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.telemetry import run_folder
 from areal_jax.tokenizer.base import render_prompt
 from areal_jax.tokenizer.sentencepiece_tokenizer import (
