@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -150,6 +151,15 @@ def test_what_nobody_planned_is_not_waited_for(made):
   programs, _ = made
   assert programs.ready(('d', 4))
   assert programs.wait(('d', 4))
+
+
+def test_what_is_under_way_is_known_with_its_beginning(made):
+  programs, work = made
+  name, since = programs.under_way
+  assert name == 'a 1' and since <= time.monotonic()
+  work.let(A, B, C)
+  programs.wait_for_all()
+  wait_until(lambda: programs.under_way is None, 'the end of the last one')
 
 
 def test_explanation_says_what_is_compiled(made):
