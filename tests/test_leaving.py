@@ -1,7 +1,7 @@
 """A long step ends no run, and whatever ends one leaves a checkpoint.
 
-Whole runs of a tiny policy. A clock of the watchdog's own is moved forward while
-a step is held, so that nobody waits for the limits.
+Whole runs of a tiny policy. The watchdog has a clock of its own, which is moved
+forward while a step is held: nobody waits for the limits.
 """
 
 import functools
