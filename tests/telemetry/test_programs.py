@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -156,7 +155,7 @@ def test_what_nobody_planned_is_not_waited_for(made):
 def test_what_is_under_way_is_known_with_its_beginning(made):
   programs, work = made
   name, since = programs.under_way
-  assert name == 'a 1' and since <= time.monotonic()
+  assert name == 'a 1' and since > 0
   work.let(A, B, C)
   programs.wait_for_all()
   wait_until(lambda: programs.under_way is None, 'the end of the last one')
