@@ -35,6 +35,7 @@ from areal_jax.data.sources import (
 from areal_jax.data.stream import Part, content_digest
 from areal_jax.losses import presets
 from areal_jax.losses.advantages import AdvantageSettings
+from areal_jax.mesh.host import require_whole
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings
 from areal_jax.models import hf, lora, peft, shapes, transformer
@@ -1412,7 +1413,9 @@ def export_merged(
   model = prepared.model
   if model.lora.projections:
     # On the host: what is compiled at the end of a run would count as a defect.
-    model, params = lora.merged(model, jax.device_get(params))
+    model, params = lora.merged(
+        model, jax.device_get(require_whole(params, 'the policy'))
+    )
   files = beside_weights(prepared.tokenizer_files)
   hf.save_hf(folder, model, params, files=files)
 

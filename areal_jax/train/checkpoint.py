@@ -38,6 +38,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from areal_jax.config import require
+from areal_jax.mesh.host import require_whole
 from areal_jax.telemetry import jsonl
 from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.metrics import METRICS
@@ -515,6 +516,7 @@ class Checkpointer:
       CheckpointError: the one before could not be written. Call again to save
         this one, whose own failure the next call raises.
     """
+    require_whole(state.roles, 'the state to be saved: ')
     self.check()
     self.wait()
     copied = threading.Event()
