@@ -391,6 +391,7 @@ class Session:
       (folder / name).parent.mkdir(exist_ok=True)
       (folder / name).write_bytes(content)
     stack.callback(self._progress.close)
+    self._signals.told = self._progress.leave_line
     self._watchdog = self._build_watchdog()
     stack.callback(self._watchdog.stop)
     self._compilations.install()

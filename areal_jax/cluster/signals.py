@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STUCK = 70  # exit code where even the main thread does not answer
@@ -38,10 +38,15 @@ class Signals:
 
   Args:
     grace_s: seconds for the main thread to leave in, after `expire`.
+
+  Attributes:
+    told: called in the handler when it has written a line to standard error; it
+      may take no lock.
   """
 
   def __init__(self, grace_s: float = 30.0) -> None:
     self.installed = False
+    self.told: Callable[[], None] = lambda: None
     self._grace_s = grace_s
     self._before: dict[int, Any] = {}
     self._received: int | None = None
@@ -129,6 +134,7 @@ class Signals:
     name = signal.Signals(number).name
     then = 'saves and ends' if self._held else 'ends'
     os.write(2, f'\n{name}: the run {then}; once more ends it now\n'.encode())
+    self.told()
     if not self._held:
       raise Interrupted(number)
 
