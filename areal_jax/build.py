@@ -9,6 +9,7 @@ from typing import Any, Callable
 import jax
 
 from areal_jax.config import named
+from areal_jax.mesh.host import require_whole
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import hf, lora, peft, transformer
 from areal_jax.models.config import ModelConfig
@@ -167,7 +168,9 @@ def export_merged(
   model = prepared.model
   if model.lora.projections:
     # On the host: what is compiled at the end of a run would count as a defect.
-    model, params = lora.merged(model, jax.device_get(params))
+    model, params = lora.merged(
+        model, jax.device_get(require_whole(params, 'the policy'))
+    )
   files = beside_weights(prepared.tokenizer_files)
   hf.save_hf(folder, model, params, files=files)
 

@@ -168,11 +168,13 @@ def _from_ours(
   import jax
 
   from areal_jax.config import resolve
+  from areal_jax.mesh import host
   from areal_jax.mesh.rules import Rules
   from areal_jax.mesh.slices import mesh_of
   from areal_jax.models import hf
   from areal_jax.train import pretrained
 
+  host.require_one_process()
   found = pretrained.find(asked.source, '--from')
   config = resolve(found.shape(), '--from')
   files = _files_of(asked, found)

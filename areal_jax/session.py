@@ -56,7 +56,7 @@ from areal_jax.cluster.local import (
     require_memory,
 )
 from areal_jax.cluster.signals import Interrupted, Signals
-from areal_jax.cluster.watchdog import Watchdog
+from areal_jax.cluster.watchdog import Watchdog, Work
 from areal_jax.config import require
 from areal_jax.data.stream import ProblemStream
 from areal_jax.ledger import Ledger
@@ -92,6 +92,7 @@ from areal_jax.telemetry.schedule import ScheduleWriter
 from areal_jax.telemetry.stopwatch import Stopwatch
 from areal_jax.telemetry.text_log import TextLog
 from areal_jax.train import checkpoint, memory, pretrained
+from areal_jax.train.state import with_no_skips
 from areal_jax.train.step import NonFiniteError
 from areal_jax.train.trainer import Pending, Trainer
 from areal_jax.types import (
@@ -109,6 +110,9 @@ from areal_jax.weights import Handle
 _SELF_TESTED = 4  # problems whose gold answers are scored at the start
 _SELF_TEST_TIMEOUTS = 4  # times reward.timeout_s that all of it may take
 _SELF_TEST_TOLD_S = 5.0  # seconds between two words on how far it is
+_MARGIN_S = 30.0  # by which the watchdog's limit exceeds that of a wait
+_WRITES = 3  # a checkpoint before is written, one is copied and written
+_SLOW_BYTES_PER_S = 1e7  # on their way from mesh to mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,6 +394,7 @@ class Session:
       (folder / name).parent.mkdir(exist_ok=True)
       (folder / name).write_bytes(content)
     stack.callback(self._progress.close)
+    self._signals.told = self._progress.leave_line
     self._watchdog = self._build_watchdog()
     stack.callback(self._watchdog.stop)
     self._compilations.install()
@@ -499,7 +504,8 @@ class Session:
         expire=self._expire,
         quiet_s=self._settings.failures.quiet_s,
         # Waits for groups end by themselves; this is for what does not.
-        limit_s=self._settings.rollout.wait_s + 30,
+        limit_s=self._settings.rollout.wait_s + _MARGIN_S,
+        compiling=self._compilations_under_way,
     )
 
   def _build_keeper(self) -> resume.Keeper:
@@ -534,6 +540,7 @@ class Session:
         events=self._events,
         done=self._record_evaluation,
         wait_s=settings.rollout.wait_s,
+        busy=self._compiles_something,
     )
 
   # Silence. These are called in the watchdog's thread.
@@ -549,6 +556,26 @@ class Session:
         *self._judge.counts.values(),
         self._rollout.compiled,
         self._compiles.done,
+    )
+
+  def _compilations_under_way(self) -> list[Work]:
+    """What is being compiled for the engines and for the trainer."""
+    engines = [loop.engine.programs for loop in self._rollout.loops]
+    limit = self._settings.failures.compile_s
+    works = []
+    for programs in (*engines, self._compiles):
+      if programs.under_way is not None:
+        name, since = programs.under_way
+        what = f'compiles {name}'
+        works.append(Work(what, since, limit, 'config.failures.compile_s'))
+    return works
+
+  def _compiles_something(self) -> bool:
+    """Whether a wait may be for a program: its limit stands still then."""
+    now = time.monotonic()
+    return any(
+        now - work.since < work.limit_s
+        for work in self._compilations_under_way()
     )
 
   def _report(self) -> str:
@@ -728,7 +755,7 @@ class Session:
     self._compilations.mark_warm()
     for loop in self._rollout.loops:
       loop.start()
-    handle.wait(60)
+    self._wait_for_first_swap(handle)
     controller = self._controller = self._build_controller()
     book = Book(time.monotonic(), self._rollout)
     if self._carried is not None:
@@ -739,20 +766,10 @@ class Session:
         self._evaluate_beside(trainer.version)
     self._async.call(controller.start)
     try:
-      try:
-        with self._signals.held():
-          while trainer.version < self._settings.steps:
-            self._signals.check()
-            with self._profiler.step(trainer.version + 1):
-              cut = self._step(trainer, controller, book)
-            self._evaluate_if_due(trainer.version)
-            if cut is not None:
-              self._save(trainer, cut, book)
-            self._keeper.look()
-      finally:  # whatever ends the run: no step is left out of its record
-        self._settle(trainer, book)
-    except Interrupted as interrupted:
-      self._save_before_leaving(trainer, controller, book, interrupted)
+      self._walk(trainer, controller, book)
+      cut = self._async.call(cut_at, controller, self._events)
+    except BaseException as why:
+      self._leave(trainer, controller, book, why)
       raise
     finally:
       book.stop()
@@ -761,35 +778,132 @@ class Session:
           controller.stop(), timeout_s=60, explain=self._async.explain
       ):
         self._progress.note(f'left behind, it does not end: {left}')
+    try:
+      return self._end(trainer, controller, book)
+    except BaseException as why:
+      self._leave(trainer, controller, book, why, cut)
+      raise
+
+  def _walk(self, trainer: Trainer, controller: Controller, book: Book) -> None:
+    """Takes all steps, and writes down each of them."""
+    with self._signals.held():
+      while trainer.version < self._settings.steps:
+        self._signals.check()
+        with self._profiler.step(trainer.version + 1):
+          cut = self._step(trainer, controller, book)
+        self._evaluate_if_due(trainer.version)
+        if cut is not None:
+          self._save(trainer, cut, book)
+        self._keeper.look()
+    self._settle(trainer, book)
+
+  def _end(
+      self, trainer: Trainer, controller: Controller, book: Book
+  ) -> dict[str, Any]:
+    """Evaluates and exports what training has led to; the summary."""
     self._watchdog.at('waits for the engines to end')
     self._rollout.stop()
     self._watchdog.at('waits for the evaluation that runs')
     self._evaluations.wait()
     self._watchdog.at('evaluates the policy after training')
     after = self._evaluate(trainer.version)
-    self._watchdog.at('writes down the policy and the summary')
-    export_policy(self._prepared, trainer.params, self._folder)
-    self._keeper.finish()
-    self._export_best()
-    return self._finish(controller, book, after)
+    with self._writing('writes down the policy and the summary'):
+      export_policy(self._prepared, trainer.params, self._folder)
+      self._keeper.finish()
+      self._export_best()
+      return self._finish(controller, book, after)
 
-  def _save_before_leaving(
+  def _writing(self, what: str) -> contextlib.AbstractContextManager[None]:
+    """Tells the watchdog of a work that moves weights to a disk."""
+    limit = _WRITES * self._settings.checkpoint.wait_s
+    return self._watchdog.working(
+        what, limit, f'{_WRITES} times config.checkpoint.wait_s'
+    )
+
+  def _wait_for_first_swap(self, handle: Handle) -> None:
+    """Waits until the engines have their first weights.
+
+    Raises:
+      TimeoutError: it takes longer than a compilation and the bytes may.
+    """
+    limit = self._settings.failures.compile_s + handle.bytes / _SLOW_BYTES_PER_S
+    setting = 'config.failures.compile_s and the bytes of the weights'
+    what = 'waits for the engines to take their first weights'
+    with self._watchdog.working(what, limit, setting):
+      handle.wait(limit)
+
+  def _leave(
       self,
       trainer: Trainer,
       controller: Controller,
       book: Book,
-      why: Interrupted,
+      why: BaseException,
+      cut: Cut | None = None,
   ) -> None:
-    """Saves the version published last, if it is not saved already."""
-    version = trainer.version
+    """Writes down and saves what training has reached, before the run ends.
+
+    What cannot be written down or saved is told. The run ends for its own
+    reason, and not for that.
+
+    Args:
+      trainer: its version is saved.
+      controller: draws in flight are saved with it.
+      book: running sums.
+      why: what ends the run.
+      cut: the run as it was when training ended; None while it goes on.
+    """
+    limit = _WRITES * self._settings.checkpoint.wait_s
+    with self._signals.patient(limit):
+      try:
+        self._save_last(trainer, controller, book, why, cut)
+      # What is wrong with the devices, the event loop or the disk.
+      except (OSError, RuntimeError, ValueError) as error:
+        self._progress.note(
+            f'step {trainer.version} could not be saved:'
+            f' {type(error).__name__}: {error}'
+        )
+
+  def _save_last(
+      self,
+      trainer: Trainer,
+      controller: Controller,
+      book: Book,
+      why: BaseException,
+      cut: Cut | None,
+  ) -> None:
+    """Saves the version trained last, if it is not saved already; tells it."""
+    step, version = self._handed_out, trainer.version
+    if isinstance(why, Stalled) and step is not None and not step.pending.done:
+      self._handed_out = None  # its numbers will not come
+      self._progress.note(
+          f'step {step.version + 1} is still on the devices, and so is what'
+          f' would be saved; the last checkpoint: {self._saved}'
+      )
+      self._keeper.finish()
+      return
+    try:
+      self._settle(trainer, book)
+    except NonFiniteError as error:
+      self._progress.note(str(error))
+      why = error
+    if isinstance(why, NonFiniteError):  # else a run from here ends at once
+      trainer.state = with_no_skips(trainer.state)
     if version != self._saved:
-      cut = self._async.call(cut_at, controller, self._events)
+      if cut is None:
+        cut = self._async.call(self._cut_before_leaving, controller, version)
       self._save(trainer, cut, book)
     self._watchdog.at(f'waits for the checkpoint of step {version}')
     self._keeper.finish()
+    reason = str(why) if isinstance(why, Interrupted) else type(why).__name__
     self._progress.note(
-        f'{why} at step {version}; --config.resume=auto goes on from there'
+        f'{reason} at step {version}; --config.resume=auto goes on from there'
     )
+
+  def _cut_before_leaving(self, controller: Controller, version: int) -> Cut:
+    """The run with a version that may have been trained and not published."""
+    if controller.ledger.version < version:
+      controller.published(version)
+    return cut_at(controller, self._events)
 
   def _restore(self, trainer: Trainer) -> None:
     """Puts everything but the controller where the checkpoint left it."""
@@ -809,7 +923,6 @@ class Session:
       book: Book,
   ) -> None:
     """Saves the version that was published last."""
-    self._watchdog.at(f'saves step {trainer.version}')
     carried = Carried(
         snapshot=cut.snapshot,
         shuffle=self._shuffle.getstate(),
@@ -837,7 +950,8 @@ class Session:
         digests=self._digests,
         began_exact=self._carried is not None and self._carried.began_exact,
     )
-    self._keeper.save(trainer.version, trainer.state, carried)
+    with self._writing(f'saves step {trainer.version}'):
+      self._keeper.save(trainer.version, trainer.state, carried)
     self._saved = trainer.version
 
   def _export_best(self) -> None:
@@ -906,11 +1020,40 @@ class Session:
           timeout_s=self._settings.rollout.wait_s,
           explain=self._report,
           check=self._check,
+          busy=self._compiles_something,
       )
     if self._settings.shuffle_rewards:
       groups = shuffle_rewards(groups, self._shuffle)
-    self._watchdog.at(f'step {version + 1}: trains and publishes')
     due = self._keeper.due(version + 1)
+    limit = self._settings.failures.step_s
+    what = f'trains step {version + 1}'
+    with self._watchdog.working(what, limit, 'config.failures.step_s'):
+      handed_out, handle = self._train(trainer, groups, book, due)
+    self._compiles.let_go()
+    cut = self._async.call(self._published, controller, trainer.version, due)
+    handed_out.seconds = time.monotonic() - start
+    handed_out.mark = book.mark()
+    handed_out.facts = self._facts(controller)
+    handed_out.facts['published_bytes'] = handle.bytes
+    if self._settings.train.offload_optimizer:
+      handed_out.facts |= trainer.offloaded.metrics()
+    if due:
+      self._settle(trainer, book)
+    return cut
+
+  def _train(
+      self, trainer: Trainer, groups: Sequence[Group], book: Book, due: bool
+  ) -> tuple[HandedOut, Handle]:
+    """Hands out the training of a batch and publishes what comes of it.
+
+    The step before is written down meanwhile.
+
+    Args:
+      trainer: gets the batch.
+      groups: the batch.
+      book: running sums.
+      due: whether the step is to be saved.
+    """
     if trainer.reads_first or self._turns is not None:
       self._settle(trainer, book)
     if self._turns is not None:  # a turn is not for waiting for programs
@@ -930,17 +1073,7 @@ class Session:
           trainer.trainable,
           'adapter' if adapters else 'full',
       )
-    self._compiles.let_go()
-    cut = self._async.call(self._published, controller, trainer.version, due)
-    handed_out.seconds = time.monotonic() - start
-    handed_out.mark = book.mark()
-    handed_out.facts = self._facts(controller)
-    handed_out.facts['published_bytes'] = handle.bytes
-    if self._settings.train.offload_optimizer:
-      handed_out.facts |= trainer.offloaded.metrics()
-    if due:
-      self._settle(trainer, book)
-    return cut
+    return handed_out, handle
 
   def _hand_out(self, trainer: Trainer, groups: Sequence[Group]) -> HandedOut:
     """Gives the devices a step, which is recorded before."""

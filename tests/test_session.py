@@ -1050,6 +1050,11 @@ def test_silence_is_told_with_the_reward_that_hangs(tmp_path, capsys):
   assert len(scored) == 2 * 16 - summary['failed_members']
   rows = rows_of(result, run_folder.METRICS)
   failed = [row['groups_failed'] for row in rows if 'groups_failed' in row]
+  steps = [row for row in rows if 'reward_timeouts' in row]
+  assert steps[-1]['reward_timeouts'] == summary['rewards']['timeout']
+  assert steps[-1]['reward_errors'] == summary['rewards']['error'] == 0
+  assert 0 < steps[-1]['rss_bytes'] <= summary['peak_rss_bytes']
+  assert steps[-1]['step_s'] > 0
   assert failed == sorted(failed) and failed[-1] >= 1
 
 

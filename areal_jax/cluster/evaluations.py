@@ -38,6 +38,7 @@ class Evaluations:
     events: where spans go.
     done: called in the main thread with each result.
     wait_s: longest time that one goes on without an answer.
+    busy: whether a program is being compiled, for which answers may wait.
 
   Attributes:
     skipped: how many were due while another one ran.
@@ -56,6 +57,7 @@ class Evaluations:
       events: EventLog,
       done: Callable[[Evaluation], None],
       wait_s: float,
+      busy: Callable[[], bool] = lambda: False,
   ):
     self.skipped = 0
     self._evaluator = evaluator
@@ -70,6 +72,7 @@ class Evaluations:
         decode=decode,
         vote=vote,
         wait_s=wait_s,
+        busy=busy,
         workflow=workflow,
     )
 

@@ -85,10 +85,15 @@ class AsyncThread:
       timeout_s: float,
       explain: Callable[[], str] = lambda: '',
       check: Callable[[], None] = lambda: None,
+      busy: Callable[[], bool] = lambda: False,
   ) -> T:
     """Runs a coroutine on the loop and waits for its result; see `wait`."""
     return self.wait(
-        self.spawn(coroutine), timeout_s=timeout_s, explain=explain, check=check
+        self.spawn(coroutine),
+        timeout_s=timeout_s,
+        explain=explain,
+        check=check,
+        busy=busy,
     )
 
   def wait(
@@ -98,6 +103,7 @@ class AsyncThread:
       timeout_s: float,
       explain: Callable[[], str] = lambda: '',
       check: Callable[[], None] = lambda: None,
+      busy: Callable[[], bool] = lambda: False,
   ) -> T:
     """Waits for what was started; it is cancelled if the wait fails.
 
@@ -106,11 +112,14 @@ class AsyncThread:
       timeout_s: longest wait.
       explain: called in this thread when the time is over, for the message.
       check: called every half second in this thread; may raise.
+      busy: asked as often; time for which it says yes does not count, as long
+        as a program is compiled that the result waits for.
 
     Raises:
       Stalled: it took longer, or the event loop has ended.
     """
-    end = time.monotonic() + timeout_s
+    looked = time.monotonic()
+    end = looked + timeout_s
     try:
       while True:
         left = end - time.monotonic()
@@ -123,7 +132,10 @@ class AsyncThread:
         if done:
           return future.result()  # somebody else has cancelled it
         check()
-        if time.monotonic() >= end:
+        last, looked = looked, time.monotonic()
+        if busy():
+          end += looked - last
+        if looked >= end:
           # Here and not on the loop: the loop may be what hangs.
           reason = explain()
           raise Stalled(f'no result after {timeout_s:g} s; {reason}')

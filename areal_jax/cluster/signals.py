@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STUCK = 70  # exit code where even the main thread does not answer
@@ -38,15 +38,21 @@ class Signals:
 
   Args:
     grace_s: seconds for the main thread to leave in, after `expire`.
+
+  Attributes:
+    told: called in the handler when it has written a line to standard error; it
+      may take no lock.
   """
 
   def __init__(self, grace_s: float = 30.0) -> None:
     self.installed = False
+    self.told: Callable[[], None] = lambda: None
     self._grace_s = grace_s
     self._before: dict[int, Any] = {}
     self._received: int | None = None
     self._held = False
     self._expired: BaseException | None = None
+    self._patient_until = 0.0  # monotonic second
 
   def __enter__(self) -> Signals:
     if threading.current_thread() is threading.main_thread():
@@ -93,12 +99,28 @@ class Signals:
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
     threading.Thread(target=self._end, daemon=True).start()
 
+  @contextlib.contextmanager
+  def patient(self, limit_s: float) -> Iterator[None]:
+    """Gives the main thread time to save in, after `expire`.
+
+    Args:
+      limit_s: seconds that do not count as time to leave in.
+    """
+    self._patient_until = time.monotonic() + limit_s
+    try:
+      yield
+    finally:
+      self._patient_until = 0.0
+
   def _end(self) -> None:
     """Ends the process as soon as its main thread cannot, after a while."""
     seen = 0
     while seen < 2:  # twice in a row: every program ends for a moment
       time.sleep(self._grace_s / 2)
-      seen = seen + 1 if self.installed or _waits_for_threads() else 0
+      if time.monotonic() < self._patient_until:
+        seen = 0
+      else:
+        seen = seen + 1 if self.installed or _waits_for_threads() else 0
     os._exit(STUCK)
 
   def _on_signal(self, number: int, frame: Any) -> None:
@@ -112,6 +134,7 @@ class Signals:
     name = signal.Signals(number).name
     then = 'saves and ends' if self._held else 'ends'
     os.write(2, f'\n{name}: the run {then}; once more ends it now\n'.encode())
+    self.told()
     if not self._held:
       raise Interrupted(number)
 

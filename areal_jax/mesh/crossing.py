@@ -42,6 +42,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 import numpy as np
 
+from areal_jax.mesh import host
+
 PyTree = Any
 _Place = tuple[int, ...]  # of a piece in its array, in pieces
 Box = tuple[tuple[int, int], ...]  # [start, stop) of each axis of an array
@@ -103,7 +105,7 @@ class Crossing:
 
   def __call__(self, tree: PyTree) -> list[PyTree]:
     """The same values in new arrays, on their way to each target."""
-    arrays = self._structure.flatten_up_to(tree)
+    arrays = self._structure.flatten_up_to(host.require_whole(tree, 'sent'))
     landed: list[list[Any]] = [
         [None] * len(arrays) for _ in range(self._targets)
     ]

@@ -20,8 +20,11 @@ import ctypes
 import glob
 import os
 import sys
+from typing import Any
 
 import jax
+
+from areal_jax.config import ConfigError
 
 # Parameters of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -55,6 +58,45 @@ def prepare() -> None:
   if _EFFORT not in flags:
     os.environ['XLA_FLAGS'] = f'{flags} --{_EFFORT}=1'.strip()
   keep_freed_memory()
+
+
+def require_one_process() -> None:
+  """Refuses a program of several jax processes; it starts jax.
+
+  Raises:
+    ConfigError: `jax.process_count()` is above 1.
+  """
+  count = jax.process_count()
+  if count > 1:
+    raise ConfigError(
+        f'jax.process_count() is {count}, wanted 1: runs over several hosts are'
+        ' not supported yet; start one process without'
+        ' jax.distributed.initialize'
+    )
+
+
+def require_whole(tree: Any, what: str) -> Any:
+  """Passes arrays on whose values this process can read in full.
+
+  Host values that are made of the parts of this process alone would be wrong
+  everywhere else.
+
+  Args:
+    tree: of arrays.
+    what: they are, for the error.
+
+  Raises:
+    ValueError: an array with parts on devices of other processes.
+  """
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+      own = len(leaf.sharding.addressable_devices)
+      raise ValueError(
+          f'{what}{jax.tree_util.keystr(path)}: this process has the parts of'
+          f' {own} of {len(leaf.sharding.device_set)} devices, wanted those of'
+          ' all: values over several processes are not supported'
+      )
+  return tree
 
 
 def keep_freed_memory(limit: int = 2**30) -> bool:

@@ -162,9 +162,11 @@ def devices_first(
     at: path of the settings.
 
   Raises:
-    ConfigError: what is raised inside, behind a line about devices if there are
-      too few of them.
+    ConfigError: several processes; or what is raised inside, behind a line
+      about devices if there are too few of them.
   """
+  if jax.distributed.is_initialized():
+    host.require_one_process()
   try:
     yield
   except ConfigError as error:
@@ -188,6 +190,9 @@ def machine_devices(settings: MeshSettings) -> Sequence[jax.Device]:
 
   Has an effect only before jax starts: a process that has started it already
   (a notebook, a test) keeps its devices, and so does one with real ones.
+
+  Raises:
+    ConfigError: jax runs in several processes.
   """
   if max(settings.train.devices, settings.rollout.engine_devices) > 1:
     # Two slices that dispatch collectives side by side on a CPU deadlock in a
@@ -201,6 +206,7 @@ def machine_devices(settings: MeshSettings) -> Sequence[jax.Device]:
       jax.config.update('jax_num_cpu_devices', pretended)
   if host.computes():
     host.prepare()
+  host.require_one_process()
   return jax.devices()
 
 

@@ -26,6 +26,7 @@ import safetensors
 
 from areal_jax.config import ConfigError, require, resolve
 from areal_jax.files import check_content, read_json
+from areal_jax.mesh.host import require_whole
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads, published, transformer
 from areal_jax.models.config import ModelConfig
@@ -683,6 +684,7 @@ def _to_host(leaf: Any) -> np.ndarray:
   """
   if not isinstance(leaf, jax.Array):
     return np.asarray(leaf)
+  require_whole(leaf, 'a parameter to be saved')
   whole = np.empty(leaf.shape, leaf.dtype)
   for shard in leaf.addressable_shards:
     if shard.replica_id == 0:

@@ -19,6 +19,7 @@ import safetensors.numpy
 
 from areal_jax.config import ConfigError, fetching, require
 from areal_jax.files import check_content, read_json
+from areal_jax.mesh.host import require_whole
 from areal_jax.models import hf, lora, published
 from areal_jax.models.config import PROJECTIONS, LoraSettings, ModelConfig
 
@@ -62,6 +63,7 @@ def save_peft(
   require(bool(names), 'lora.projections', names, 'some to be written')
   tensors = {}
   for projection, adapter in params['blocks'][lora.ADAPTERS].items():
+    require_whole(adapter, f'the adapter of {projection}')
     a, b = np.asarray(adapter['a']), np.asarray(adapter['b'])
     rank = a.shape[-1]
     for layer in range(config.layers):

@@ -83,6 +83,7 @@ class Evaluator:
       decode: Callable[[np.ndarray], str],
       vote: Vote = str.strip,
       wait_s: float = 600.0,
+      busy: Callable[[], bool] = lambda: False,
   ) -> Evaluation:
     """Asks every problem `settings.samples` times, each exactly once.
 
@@ -98,6 +99,7 @@ class Evaluator:
       vote: what a text votes for in maj@k.
       wait_s: longest time without an answer; noticed after twice as long at
         the latest.
+      busy: whether a program is being compiled, for which answers may wait.
 
     Raises:
       TimeoutError: no answer came for so long; says whose is missing.
@@ -128,7 +130,7 @@ class Evaluator:
 
     async def watch() -> None:
       came = -1
-      while came < len(answers):
+      while came < len(answers) or busy():
         came = len(answers)
         await asyncio.sleep(wait_s)
       missing = ', '.join(f'{p} sample {s}' for p, s in list(waiting)[:8])

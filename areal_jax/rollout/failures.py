@@ -54,6 +54,10 @@ class FailureSettings:
       not one among them that it could, after which the run ends.
     quiet_s: seconds without any progress after which it is told, once, who
       waits for whom.
+    step_s: seconds that one training step may take on the devices, and that the
+      devices of an engine may take for its first weights. A step is no silence.
+    compile_s: seconds that one compilation may take. No other limit of a wait
+      counts the time in which a program is compiled.
   """
 
   scoring: Policy = 'drop'
@@ -66,6 +70,8 @@ class FailureSettings:
   breaker_ratio: float = 0.95
   breaker_unparseable: int = 1024
   quiet_s: float = 30.0
+  step_s: float = 3600.0
+  compile_s: float = 3600.0
 
   def validate(self, at: str) -> None:
     for name, least in (
@@ -78,6 +84,10 @@ class FailureSettings:
             self.breaker_ratio, 'above 0, at most 1')  # fmt: skip
     require(0 < self.quiet_s < math.inf, f'{at}.quiet_s', self.quiet_s,
             'more than 0 and finite: no wait is silent')  # fmt: skip
+    for name in ('step_s', 'compile_s'):
+      value = getattr(self, name)
+      require(0 < value < math.inf, f'{at}.{name}', value,
+              'more than 0 and finite: every wait ends')  # fmt: skip
 
   @property
   def restarts(self) -> int:

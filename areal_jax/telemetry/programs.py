@@ -170,6 +170,12 @@ class Programs:
     """Programs compiled so far, or failed."""
     return sum(future.done() for future in list(self._begun.values()))
 
+  @property
+  def under_way(self) -> tuple[str, float] | None:
+    """The program being compiled and since when, in monotonic seconds."""
+    doing = self._doing
+    return None if doing is None else (text_of(doing[0]), doing[1])
+
   def explain(self) -> str:
     """What is being compiled and since when; empty if nothing is."""
     doing = self._doing

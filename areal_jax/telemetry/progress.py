@@ -46,6 +46,7 @@ class Progress:
     self._line = ''  # the latest
     self._shown = ''  # what stands on the terminal, or was printed last
     self._printed_at: float | None = None
+    self._broken = False  # somebody else has written below the live line
 
   def update(
       self,
@@ -70,6 +71,7 @@ class Progress:
       **others: further numbers, shown under their names.
     """
     with self._lock:
+      self._look_below()
       now = self._clock()
       self._paces.append((now, step))
       # What matters most comes first: a narrow terminal loses the others.
@@ -89,9 +91,18 @@ class Progress:
       elif self._due(now) or step >= self._total:
         self._print(now)
 
+  def leave_line(self) -> None:
+    """Leaves the live line where it is: others have written below it.
+
+    It would be printed a second time below. No lock is taken, so that a signal
+    handler may call this.
+    """
+    self._broken = True
+
   def note(self, text: str) -> None:
     """Prints text on lines of its own, above the live line."""
     with self._lock:
+      self._look_below()
       if self._live and self._shown:
         live = self._shown
         self._rewrite('')
@@ -104,6 +115,7 @@ class Progress:
   def close(self) -> None:
     """Leaves the last line standing. A second call does nothing."""
     with self._lock:
+      self._look_below()
       if self._live:
         if self._shown:
           self._stream.write('\n')
@@ -111,6 +123,11 @@ class Progress:
           self._shown = ''
       elif self._line != self._shown:
         self._print(self._clock())
+
+  def _look_below(self) -> None:
+    if self._broken and self._live:
+      self._shown = ''
+    self._broken = False
 
   def _time_left(self, step: int) -> str:
     then, before = self._paces[0]

@@ -38,6 +38,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from areal_jax.config import require
+from areal_jax.mesh.host import require_whole
 from areal_jax.telemetry import jsonl
 from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.metrics import METRICS
@@ -56,7 +57,6 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 _STEP = re.compile(r'\d{8,}')
 _PARAMETERS = ('trainable', 'frozen')  # parts of a role, see `state.Role`
-_WAIT_SECONDS = 1800.0
 _CHUNK = 1 << 22
 
 
@@ -80,6 +80,8 @@ class CheckpointSettings:
       to come.
     keep_every: those of steps that are multiples of it are kept for good; 0 for
       none.
+    wait_s: seconds that copying the arrays of one off the devices may take, and
+      that writing it may take; what takes longer has failed and is told.
     folder: where they go, in a folder of the run's name; may be gs://. Empty
       for 'checkpoints' in the folder of the run.
   """
@@ -89,12 +91,15 @@ class CheckpointSettings:
   keep_last: int = 2
   keep_best: str = ''
   keep_every: int = 0
+  wait_s: float = 1800.0
   folder: str = ''
 
   def validate(self, at: str) -> None:
     for name, least in (('every', 0), ('keep_last', 1), ('keep_every', 0)):
       value = getattr(self, name)
       require(value >= least, f'{at}.{name}', value, f'at least {least}')
+    require(0 < self.wait_s < math.inf, f'{at}.wait_s', self.wait_s,
+            'more than 0 and finite: every wait ends')  # fmt: skip
     require(
         not self.keep_best or self.keep_best in METRICS,
         f'{at}.keep_best',
@@ -511,6 +516,7 @@ class Checkpointer:
       CheckpointError: the one before could not be written. Call again to save
         this one, whose own failure the next call raises.
     """
+    require_whole(state.roles, 'the state to be saved: ')
     self.check()
     self.wait()
     copied = threading.Event()
@@ -520,10 +526,11 @@ class Checkpointer:
     self._pending = (step, future)
     self._begun = time.monotonic()
     future.add_done_callback(lambda _: copied.set())
-    if not copied.wait(_WAIT_SECONDS):
+    limit = self._settings.wait_s
+    if not copied.wait(limit):
       raise CheckpointError(
-          f'checkpoint of step {step}: after {_WAIT_SECONDS:g} s its arrays are'
-          ' not copied off the devices'
+          f'checkpoint of step {step}: after {limit:g} s its arrays are not'
+          ' copied off the devices'
       )
 
   @property
@@ -571,17 +578,17 @@ class Checkpointer:
     """Waits for what is being written.
 
     Raises:
-      CheckpointError: it could not be, or takes longer than half an hour.
+      CheckpointError: it could not be, or takes longer than `settings.wait_s`.
     """
     if self._pending is None:
       return
     step, future = self._pending
     path = at_step(self._folder, step)
     try:
-      error = future.exception(_WAIT_SECONDS)
+      error = future.exception(self._settings.wait_s)
     except concurrent.futures.TimeoutError as timeout:
       raise CheckpointError(
-          f'checkpoint {path} is not written after {_WAIT_SECONDS:g} s'
+          f'checkpoint {path} is not written after {self._settings.wait_s:g} s'
       ) from timeout
     self._pending = None
     if error is not None:
@@ -601,7 +608,8 @@ class Checkpointer:
       CheckpointError: it is not whole.
     """
     self._ratings.append(self._thread.submit(self._await_none))
-    self._thread.submit(lambda: None).result(_WAIT_SECONDS)  # ratings are in
+    ratings = self._thread.submit(lambda: None)  # behind them all
+    ratings.result(self._settings.wait_s)
     step = self._best()
     return None if step is None else verify(at_step(self._folder, step))
 

@@ -95,3 +95,21 @@ class TrainState:
   @property
   def policy(self) -> Role:
     return self.roles['policy']
+
+
+def with_no_skips(state: TrainState) -> TrainState:
+  """A state that a run can go on from after `NonFiniteError`.
+
+  Its counters of updates skipped in a row are 0. Nothing else changes: what was
+  skipped has moved nothing.
+  """
+
+  def forgiven(role: Role) -> Role:
+    if role.counters is None:
+      return role
+    row = role.counters.consecutive_skips
+    counters = dataclasses.replace(role.counters, consecutive_skips=row - row)
+    return dataclasses.replace(role, counters=counters)
+
+  roles = {name: forgiven(role) for name, role in state.roles.items()}
+  return dataclasses.replace(state, roles=roles)

@@ -74,6 +74,11 @@ class Pending:
     self._numbers = numbers
     self._finish = finish
 
+  @property
+  def done(self) -> bool:
+    """Whether the devices have done with the step, or failed."""
+    return self._numbers.done()
+
   def wait(self) -> float:
     """Waits for the devices; returns the monotonic second of their end."""
     return self._numbers.result()[1]

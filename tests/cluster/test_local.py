@@ -93,3 +93,29 @@ def test_loop_that_a_task_has_ended_says_so_at_once():
   thread.stop()
   with pytest.raises(Stalled, match='has ended: SystemExit'):
     thread.run(never(), timeout_s=600)
+
+
+def test_time_in_which_a_program_is_compiled_does_not_count():
+  thread, asked = AsyncThread('controller'), []
+  ready = asyncio.Event()
+
+  async def compiled():
+    await ready.wait()
+    return 'an answer'
+
+  async def release():
+    ready.set()
+
+  def busy():  # longer than the limit, by far
+    asked.append(len(asked))
+    if len(asked) == 3:
+      thread.spawn(release())
+    return len(asked) <= 3
+
+  try:
+    answer = thread.run(compiled(), timeout_s=0.01, busy=busy)
+    assert answer == 'an answer' and len(asked) >= 3
+    with pytest.raises(Stalled, match='after 0.01 s'):
+      thread.run(asyncio.Event().wait(), timeout_s=0.01, busy=lambda: False)
+  finally:
+    thread.stop()

@@ -1,6 +1,7 @@
 """Settings of the host, each in a process of its own."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -133,3 +134,36 @@ def test_programs_of_a_run_are_compiled_with_less_effort_unless_asked(
       timeout=WAIT_S,
   )
   assert (child.returncode, child.stdout.strip()) == (0, expected), child.stderr
+
+
+def test_several_processes_are_refused_by_all_who_use_devices(tmp_path):
+  """Two real ones on the CPU, joined by gloo; each is told in one line."""
+  with socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{free.getsockname()[1]}'
+  command = [sys.executable, '-m', 'tests.mesh.two_processes', address]
+  pair = [
+      subprocess.Popen(
+          [*command, str(number), str(tmp_path / str(number))],
+          stdout=subprocess.PIPE,
+          stderr=subprocess.PIPE,
+          text=True,
+      )
+      for number in range(2)
+  ]
+  try:
+    outputs = [process.communicate(timeout=WAIT_S) for process in pair]
+  finally:
+    for process in pair:
+      process.kill()
+  for out, err in outputs:
+    said = dict(line.split(': ', 1) for line in out.splitlines())
+    for name in ('run', 'replay', 'evaluate', 'serve', 'doctor', 'convert',
+                 'devices'):  # fmt: skip
+      assert 'ConfigError: jax.process_count() is 2, wanted 1' in said.get(
+          name, err
+      )
+    for name in ('save_hf', 'crossing'):
+      assert 'this process has the parts of 1 of 2 devices' in said.get(
+          name, err
+      )

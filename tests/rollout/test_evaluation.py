@@ -33,6 +33,7 @@ from areal_jax.rollout.evaluator import Evaluator
 from areal_jax.rollout.loop import EngineLoop, EngineStopped
 from areal_jax.rollout.workflow import SingleTurn, WorkflowContext
 from areal_jax.telemetry.events import EventLog
+from areal_jax.telemetry.metrics import METRICS, registered
 from areal_jax.types import (
     Problem,
     Purpose,
@@ -186,6 +187,29 @@ def test_sources_have_tables_of_their_own():
   assert lines[0].split()[6:8] == ['pass@2', 'maj@2']
   assert lines[3].split()[1:5] == ['3', '6', '0', '0.333']
   assert result.metrics()['eval_maj_at_2'] == pytest.approx(1 / 3)
+
+
+def test_metrics_are_the_statistics_under_their_names():
+  answers = [
+      answer(0, 0, 1.0, length=4),
+      answer(0, 1, 0.0, length=8, stop_reason=StopReason.LENGTH),
+      answer(1, 0, 1.0, length=6),
+      answer(1, 1, None, status=RewardStatus.ERROR, length=0),
+  ]
+  found = evaluation_of(answers, 3, settings(2, ks=(1, 2))).metrics()
+  assert found == pytest.approx({
+      'eval_accuracy': 0.75,  # a half and a whole
+      'eval_standard_error': 0.25,
+      'eval_score_mean': 0.75,
+      'eval_length_mean': 6.0,
+      'eval_truncated_fraction': 1 / 3,
+      'eval_failed': 1,
+      'eval_pass_at_1': 0.75,
+      'eval_pass_at_2': 1.0,
+      'eval_maj_at_1': 0.75,
+      'eval_maj_at_2': found['eval_maj_at_2'],  # shown above
+  })
+  assert all(registered(name) in METRICS for name in found)
 
 
 def test_answer_twice_and_no_answer_are_refused():

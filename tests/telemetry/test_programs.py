@@ -152,6 +152,15 @@ def test_what_nobody_planned_is_not_waited_for(made):
   assert programs.wait(('d', 4))
 
 
+def test_what_is_under_way_is_known_with_its_beginning(made):
+  programs, work = made
+  name, since = programs.under_way
+  assert name == 'a 1' and since > 0
+  work.let(A, B, C)
+  programs.wait_for_all()
+  wait_until(lambda: programs.under_way is None, 'the end of the last one')
+
+
 def test_explanation_says_what_is_compiled(made):
   programs, work = made
   assert re.search(r'compiles a 1 for \d', programs.explain())

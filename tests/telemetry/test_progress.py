@@ -1,15 +1,18 @@
 """One live line on a terminal, few lines in a log, always the last."""
 
+import contextlib
 import fcntl
 import io
 import os
 import pty
 import select
+import signal
 import struct
 import termios
 
 import pytest
 
+from areal_jax.cluster.signals import Interrupted, Signals
 from areal_jax.telemetry.progress import Progress
 
 
@@ -130,3 +133,18 @@ def test_shorter_line_leaves_nothing_of_the_longer(terminal):
   progress.update(step=1, version=2)
   progress.close()
   assert screen(read()) == ['step 1/100 | version 2', '']
+
+
+def test_a_line_is_not_printed_twice_after_a_signal(terminal):
+  """The handler's line stands below the live line, which stays as it is."""
+  stream, read = terminal
+  progress = Progress(10, stream)
+  progress.update(step=3, version=3, reward=0.5)
+  with Signals() as signals, contextlib.suppress(Interrupted), signals.held():
+    signals.told = lambda: (stream.write('\nSIGINT\n'), progress.leave_line())
+    os.kill(os.getpid(), signal.SIGINT)
+    progress.note('the checkpoint is written')
+    progress.close()
+  lines = screen(read())
+  assert sum(line.startswith('step 3/10') for line in lines) == 1
+  assert lines[1:3] == ['SIGINT', 'the checkpoint is written']
