@@ -55,6 +55,7 @@ from areal_jax.cluster.local import (
     pinned_weights,
     require_memory,
 )
+from areal_jax.cluster.metric_sink import GuardedSink
 from areal_jax.cluster.signals import Interrupted, Signals
 from areal_jax.cluster.watchdog import Watchdog, Work
 from areal_jax.config import require
@@ -406,8 +407,13 @@ class Session:
             attempt=attempt,
         )
     )
+    sink = self._build_sink()
+    if sink is not None:
+      stack.callback(sink.close)
     self._metrics = MetricWriter(
-        folder, after=None if carried is None else carried.version
+        folder,
+        after=None if carried is None else carried.version,
+        more=sink and sink.write,
     )
     stack.callback(self._metrics.close)
     self._samples = SampleWriter(
@@ -476,6 +482,17 @@ class Session:
     self._evaluator = build_evaluator(self._rollout, self._events)
     stack.callback(self._evaluator.stop)
     self._evaluations = self._build_evaluations()
+
+  def _build_sink(self) -> GuardedSink | None:
+    settings = self._settings
+    if not settings.metrics_sink:
+      return None
+    return GuardedSink(
+        settings.metrics_sink,
+        self._folder,
+        config_lib.to_dict(settings),
+        self._progress.note,
+    )
 
   def _build_rollout(self) -> Rollout:
     rollout = self._settings.rollout

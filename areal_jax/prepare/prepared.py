@@ -16,6 +16,7 @@ import pathlib
 from typing import Any, Mapping
 
 from areal_jax import config as config_lib
+from areal_jax.cluster.metric_sink import load_sink
 from areal_jax.config import Mistakes, named, require
 from areal_jax.data.stream import Part, content_digest
 from areal_jax.models.config import ModelConfig
@@ -185,6 +186,8 @@ def prepare(experiment: Experiment) -> Prepared:
     settings.rollout.check('config.rollout')
   with mistakes:
     settings.evaluation.load_vote('config.evaluation')
+  with mistakes:
+    load_sink(settings.metrics_sink, 'config.metrics_sink')
   with mistakes:
     train, evaluation = load_task_problems(settings)
   with mistakes:

@@ -60,6 +60,9 @@ class Experiment:
     replay: the folder of a run, or its schedule.bin: its batches are trained
       again, in their order, without any rollout. Empty to run.
     replay_until: last step that is trained again; 0 for all that are recorded.
+    metrics_sink: 'package.module:function' that builds where each row of
+      metrics goes besides the files of the run, see docs/extend.md; empty for
+      nowhere. A replay writes its files alone.
     profiling: which steps are profiled, and what a signal asks for.
     checkpoint: when the state of the run is saved, and what is kept.
     failures: what becomes of them by kind, and when silence is told.
@@ -78,6 +81,7 @@ class Experiment:
   changed_data: Literal['refuse', 'restart'] = 'refuse'
   replay: str = ''
   replay_until: int = 0
+  metrics_sink: str = ''
   profiling: ProfilingSettings = dataclasses.field(
       default_factory=ProfilingSettings
   )

@@ -33,6 +33,7 @@ class MetricWriter:
     after: last step of an earlier attempt that this one goes on from;
       TensorBoard then shows none of the later steps of that attempt.
     wall: clock of dates, in seconds since 1970.
+    more: gets (step, version, values) of each row as well, after it is on disk.
   """
 
   def __init__(
@@ -41,9 +42,11 @@ class MetricWriter:
       *,
       after: int | None = None,
       wall: Callable[[], float] = time.time,
+      more: Callable[[int, int, Mapping[str, Any]], None] | None = None,
   ):
     folder = pathlib.Path(folder)
     self._wall = wall
+    self._more = more
     self._file = jsonl.open_to_append(folder / run_folder.METRICS)
     self._board = tensorboardX.SummaryWriter(
         str(folder / run_folder.TENSORBOARD),
@@ -89,6 +92,8 @@ class MetricWriter:
         ]
     )
     self._board.file_writer.add_summary(shown, step, walltime=wall)
+    if self._more is not None:
+      self._more(int(step), int(version), known)
 
   def offset(self) -> int:
     """Bytes of metrics.jsonl."""
