@@ -248,7 +248,8 @@ def decode_point(config: ModelConfig, length: int, at: int) -> Point:
   tables = engine.own_tables()
   steps = np.int32(_STEPS)
   # Compiled by hand, for what the compiler says of it.
-  program = engine.trace_generate(params, tables.shape[1]).lower().compile()
+  traced = engine.jitted.trace_generate(params, tables.shape[1])
+  program = traced.lower().compile()
 
   def call() -> Any:
     nonlocal state, result

@@ -280,8 +280,10 @@ class RolloutSide:
     weights = engine.abstract_weights(self._settings.rollout.dtype)
     bucket = shapes.longest_piece
     rows, columns = shapes.piece_rows(bucket), shapes.live_buckets[-1]
-    extend = functools.partial(engine.trace_extend, weights, rows, bucket)
-    generate = functools.partial(engine.trace_generate, weights, columns)
+    extend = functools.partial(
+        engine.jitted.trace_extend, weights, rows, bucket
+    )
+    generate = functools.partial(engine.jitted.trace_generate, weights, columns)
     # All of the cache is live, which may be less than all slots could have.
     live = min(1.0, shapes.total_pages / (shapes.slots * columns))
     mesh = mesh_text(engine.mesh)
@@ -295,7 +297,7 @@ class RolloutSide:
       self, programs: Sequence[Program], hbm: float, beside: Beside
   ) -> Holding:
     """Returns what a chip holds at its peak; see `TrainSide`."""
-    needs, state = self._needs, self._engine.abstract_state
+    needs, state = self._needs, self._engine.jitted.abstract_state
     cache = bytes_of((state.keys, state.values))
     kinds = {
         'parameters': needs.shared + needs.weights * needs.weight_sets,

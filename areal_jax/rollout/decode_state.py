@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Sequence
 
 import jax
 import numpy as np
 
 from areal_jax.rollout import sampling
+from areal_jax.rollout.engine_settings import EngineSettings
+from areal_jax.types import Request
 
 Array = jax.Array
 
@@ -134,3 +137,70 @@ def with_slots(
       length=put(state.length, own.length),
       active=put(state.active, own.active),
   )
+
+
+class SlotRows:
+  """Which row of a program call each slot has, over all data shards.
+
+  Args:
+    settings: the engine's shapes.
+    shards: D, data shards.
+  """
+
+  def __init__(self, settings: EngineSettings, shards: int):
+    self.settings = settings
+    self.shards = shards
+    self.share = settings.of_shard(shards)
+
+  def settings_of(
+      self, slots: Sequence[int], requests: Sequence[Request], rows: int
+  ) -> SlotSettings:
+    """The settings of requests, of each data shard at most `rows`."""
+    if len(slots) != len(requests) or not slots:
+      raise ValueError(
+          f'{len(requests)} requests for {len(slots)} slots, wanted as many,'
+          ' 1 or more'
+      )
+    places, *more = self.by_calls(slots, rows)
+    if more:
+      raise ValueError(
+          f'requests for slots {list(slots)}, wanted at most {rows} of each of'
+          f' {self.shards} shards'
+      )
+    total = self.shards * rows
+    integers = functools.partial(np.zeros, dtype=np.int32)
+    filled = SlotSettings(
+        slots=np.full(total, self.share.slots, np.int32),
+        new_tokens=integers(total),
+        min_new_tokens=integers(total),
+        choice=sampling.choice_of(
+            self.settings.sampling, total, requests, list(places.values())
+        ),
+        stop_ids=np.full((total, self.settings.max_stop_ids), -1, np.int32),
+        words=np.zeros((total, 6), np.uint32),
+    )
+    for i, slot, request in zip(places.values(), slots, requests):
+      chosen = request.sampling
+      filled.slots[i] = slot % self.share.slots
+      filled.new_tokens[i] = chosen.max_new_tokens
+      filled.min_new_tokens[i] = chosen.min_new_tokens
+      filled.stop_ids[i, : len(chosen.stop_ids)] = chosen.stop_ids
+      filled.words[i] = sampling.stream_words(request)
+    return filled
+
+  def by_calls(self, slots: Sequence[int], rows: int) -> list[dict[int, int]]:
+    """Numbers of slots by program call, each with its row among all shards'.
+
+    Example: two shards of 2 slots, one row of each, slots 1, 0, 3: the calls
+    are {0: 0, 2: 1} and {1: 0}.
+    """
+    calls: list[dict[int, int]] = []
+    counts = [0] * self.shards
+    for i, slot in enumerate(slots):
+      shard = slot // self.share.slots
+      call, row = divmod(counts[shard], rows)
+      counts[shard] += 1
+      if call == len(calls):
+        calls.append({})
+      calls[call][i] = shard * rows + row
+    return calls

@@ -46,6 +46,7 @@ import numpy as np
 from areal_jax.config import require
 from areal_jax.rollout import engine as core
 from areal_jax.rollout.decode_state import DecodeState, Prefix, StepResult
+from areal_jax.rollout.prefix_engine import PrefixEngine
 from areal_jax.types import Request, SamplingParams
 
 _LEVEL = logging.getLogger().level
@@ -120,7 +121,8 @@ class JetStreamEngine(engine_api.Engine):
         f'at most {_LONGEST_PREFILL}, the longest that JetStream prefills',
     )
     self._engine = engine
-    engine.compile_ahead(params, jetstream=True)
+    self._prefixes = PrefixEngine(engine)
+    self._prefixes.compile_ahead(params)
     self._params = engine.lay_out(params)
     self._tokenizer_path = os.fspath(tokenizer_path)
     self._add_bos = add_bos
@@ -180,7 +182,7 @@ class JetStreamEngine(engine_api.Engine):
         draw_index=number,
     )
     return self._taking_turns(
-        self._engine.insert, prefix.prefix, decode_state, slot, request
+        self._prefixes.insert, prefix.prefix, decode_state, slot, request
     )
 
   def generate(
@@ -188,7 +190,7 @@ class JetStreamEngine(engine_api.Engine):
   ) -> tuple[DecodeState, engine_api.ResultTokens]:
     """One decode step of all slots."""
     state, result = self._taking_turns(
-        self._engine.generate, params, decode_state
+        self._prefixes.generate, params, decode_state
     )
     packed = self._taking_turns(
         self._pack, result, state.length, state.prompt_length
@@ -251,15 +253,15 @@ class JetStreamEngine(engine_api.Engine):
     engine = self._engine
     weights = jax.tree.map(lambda x: _shape_of(x, x.sharding), self._params)
     columns = engine.settings.live_buckets[-1]
-    _, result = engine.trace_generate(weights, columns).out_info
-    state = engine.abstract_state
+    _, result = engine.jitted.trace_generate(weights, columns).out_info
+    state = engine.jitted.abstract_state
     by_slot = state.length.sharding
     result = jax.tree.map(lambda x: _shape_of(x, by_slot), result)
     self._pack.lower(result, state.length, state.prompt_length).compile()
 
   def _prefill(self, params: Params, padded: np.ndarray, length: int) -> Prompt:
     prefix = self._taking_turns(
-        self._engine.prefill,
+        self._prefixes.prefill,
         params=params,
         padded_tokens=padded,
         true_length=length,

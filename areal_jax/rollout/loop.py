@@ -59,7 +59,7 @@ import jax
 import numpy as np
 
 from areal_jax.models.moe import UNKNOWN
-from areal_jax.rollout import engine as engine_lib
+from areal_jax.rollout import engine_programs
 from areal_jax.rollout.cache import SlotCache
 from areal_jax.rollout.decode_state import Pieces
 from areal_jax.rollout.engine import Engine
@@ -439,7 +439,7 @@ class EngineLoop:
     """All that is to be done now, once."""
     if self._state is None:
       self._doing = ('makes room for a cache', time.monotonic())
-      with self._devices(engine_lib.INIT):
+      with self._devices(engine_programs.INIT):
         self._state = self.engine.init_decode_state()
     for doing, work in (
         ('gives up requests', self._give_up_aborted),
@@ -517,7 +517,7 @@ class EngineLoop:
         if r is not None and r.ticket in aborts
     ]
     if slots:
-      with self._devices(engine_lib.RELEASE):
+      with self._devices(engine_programs.RELEASE):
         self._state = self.engine.release(self._state, slots)
     for slot in slots:
       waiting.append(self._leave(slot, known=True))
@@ -546,7 +546,7 @@ class EngineLoop:
         self._pending = None
       self._taking = pending
     self._paced_from, start = None, time.monotonic()
-    with self._devices(engine_lib.LAY_OUT):
+    with self._devices(engine_programs.LAY_OUT):
       params = self.engine.lay_out(weights.params)
       jax.block_until_ready(params)
     self._weights = Weights(weights.version, params)
@@ -610,7 +610,7 @@ class EngineLoop:
     """Everybody who has begun begins again."""
     active = [s for s in slots if self._slots[s].active]
     if active:
-      with self._devices(engine_lib.RELEASE):
+      with self._devices(engine_programs.RELEASE):
         self._state = self.engine.release(self._state, active)
     stopped = [self._leave(slot, known=False) for slot in slots]
     with self._wake:
@@ -694,7 +694,7 @@ class EngineLoop:
 
   def _send(self, pieces: Pieces) -> None:
     """Has pieces computed; keeps what experts their tokens went to, by page."""
-    with self._devices(engine_lib.extend_name(pieces)):
+    with self._devices(engine_programs.extend_name(pieces)):
       self._state, routing = self.engine.extend(
           self._weights.params, self._state, pieces
       )
@@ -726,7 +726,7 @@ class EngineLoop:
     if not placed:
       return
     slots = [p.sequence.slot for p in placed]
-    with self._devices(engine_lib.OCCUPY):
+    with self._devices(engine_programs.OCCUPY):
       self._state = self.engine.occupy(
           self._state,
           slots,
@@ -790,7 +790,7 @@ class EngineLoop:
         if youngest == slot:
           break
     if preempted:
-      with self._devices(engine_lib.RELEASE):
+      with self._devices(engine_programs.RELEASE):
         self._state = self.engine.release(self._state, preempted)
     self.counts.peak_pages = max(self.counts.peak_pages, self._cache.used)
     settings = self.engine.settings
@@ -812,7 +812,7 @@ class EngineLoop:
       self, prompt: tuple[int, ...], asking: list[_Running]
   ) -> None:
     padded = self.engine.pad_prompt(prompt)
-    with self._devices(engine_lib.prompt_logps_name(padded)):
+    with self._devices(engine_programs.prompt_logps_name(padded)):
       logps = self.engine.prompt_logps(
           self._weights.params, padded, len(prompt)
       )
@@ -831,7 +831,7 @@ class EngineLoop:
     tables = self._cache.tables if slots is None else self._cache.tables[slots]
     tables = tables[:, :columns].copy()  # they go on changing
     start = time.monotonic()
-    with self._devices(engine_lib.generate_name(*tables.shape)):
+    with self._devices(engine_programs.generate_name(*tables.shape)):
       self._state, result = self.engine.generate_steps(
           self._weights.params,
           self._state,
@@ -893,7 +893,7 @@ class EngineLoop:
         self._pace.ended(len(running))
       self._finished.append((running, *ending))
     if cut:
-      with self._devices(engine_lib.RELEASE):
+      with self._devices(engine_programs.RELEASE):
         self._state = self.engine.release(self._state, cut)
 
   def _few(self, columns: int) -> np.ndarray | None:
@@ -914,7 +914,7 @@ class EngineLoop:
     for rows in reversed(share.decode_rows[1:]):
       if most > rows:
         continue
-      name = engine_lib.generate_name(shards * rows, columns)
+      name = engine_programs.generate_name(shards * rows, columns)
       self._missed[name] += 1
       if self._missed[name] == _WORTH_COMPILING:
         self.engine.programs.want(name)

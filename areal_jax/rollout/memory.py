@@ -20,7 +20,8 @@ import numpy as np
 from areal_jax.config import ConfigError
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig
-from areal_jax.rollout.engine import Engine, cast_shapes
+from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.engine_programs import cast_shapes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,10 +145,10 @@ def test_an_engine_on_tpus_runs_the_kernel_in_each_data_shard():
       slots=8, max_length=256, max_prompt_length=64, page_size=64, pages=4096
   )
   engine = Engine(CONFIG, settings, mesh, Rules().for_rollout())
-  trace = engine.trace_generate(engine.abstract_weights(), 4)
+  trace = engine.jitted.trace_generate(engine.abstract_weights(), 4)
   compiled = trace.lower().compile()
   assert 'attend_pages' in compiled.as_text()
-  state, memory = engine.abstract_state, compiled.memory_analysis()
+  state, memory = engine.jitted.abstract_state, compiled.memory_analysis()
   # Half of the pages and of the heads, 2 bytes a number, keys and values.
   size = state.keys.size * 2 * 2 // 4
   assert memory.alias_size_in_bytes >= size

@@ -19,7 +19,9 @@ from areal_jax.models import transformer
 from areal_jax.models.config import MoeSettings
 from areal_jax.rollout.decode_state import Pieces
 from areal_jax.rollout.engine import Engine
+from areal_jax.rollout.engine_plan import plan as plan_of
 from areal_jax.rollout.engine_settings import EngineSettings
+from areal_jax.rollout.prefix_engine import PrefixEngine
 from areal_jax.rollout.sampling import SamplingFeatures
 from areal_jax.telemetry.compilations import CompilationCounter
 from tests import tiny
@@ -136,12 +138,13 @@ def test_tokens_do_not_depend_on_steps_a_dispatch(engine):
 def test_samples_of_a_group_share_a_prefill_and_differ(engine):
   weights = tiny.params()
   requests = [tiny.request(f'{i}', new=16, sample=i) for i in range(3)]
-  prefix = engine.prefill(
+  prefixes = PrefixEngine(engine)
+  prefix = prefixes.prefill(
       params=weights,
       padded_tokens=engine.pad_prompt(requests[0].prompt_ids),
       true_length=3,
   )
-  state = engine.insert_many(
+  state = prefixes.insert_many(
       prefix, engine.init_decode_state(), [3, 0, 2], requests
   )
   ids, _, _ = finish(engine, weights, state)
@@ -401,12 +404,13 @@ def test_rebuild_works_within_each_shard(engine, sharded):
 def test_prefix_of_jetstream_goes_to_any_shard(engine, sharded):
   other, weights = sharded
   request = tiny.request(prompt=range(1, 14), new=6)
-  prefix = other.prefill(
+  prefixes = PrefixEngine(other)
+  prefix = prefixes.prefill(
       params=weights,
       padded_tokens=other.pad_prompt(request.prompt_ids),
       true_length=len(request.prompt_ids),
   )
-  state = other.insert_many(
+  state = prefixes.insert_many(
       prefix, other.init_decode_state(), [3, 0], [request] * 2
   )
   ids, _, _ = finish(other, weights, state)
@@ -445,7 +449,7 @@ def crossing(text):
 def test_no_collective_joins_two_shards_and_none_has_a_copy(sharded):
   engine, _ = sharded
   like = engine.abstract_weights()
-  state = engine.abstract_state
+  state = engine.jitted.abstract_state
   here = sum(
       np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
       for x in (state.keys, state.values)
@@ -453,8 +457,8 @@ def test_no_collective_joins_two_shards_and_none_has_a_copy(sharded):
   # Half of the pages, and of the heads.
   assert here == 2 * state.keys.size * state.keys.dtype.itemsize // 4
   for trace in (
-      engine.trace_generate(like, 8),
-      engine.trace_extend(like, 2, 16),
+      engine.jitted.trace_generate(like, 8),
+      engine.jitted.trace_extend(like, 2, 16),
   ):
     program = trace.lower().compile()
     text, memory = program.as_text(), program.memory_analysis()
@@ -511,7 +515,8 @@ def test_nothing_compiles_after_a_warm_up_for_jetstream():
   settings = EngineSettings(**{**SETTINGS, 'max_prompt_length': 20})
   engine = Engine(tiny.config(), settings, mesh, Rules().for_rollout())
   given = tiny.params(on=mesh)
-  engine.compile_ahead(engine.abstract_weights(), jetstream=True)
+  prefixes = PrefixEngine(engine)
+  prefixes.compile_ahead(engine.abstract_weights())
   engine.programs.wait_for_all()
   counter = CompilationCounter().install()
   counter.mark_warm()
@@ -519,13 +524,13 @@ def test_nothing_compiles_after_a_warm_up_for_jetstream():
     weights, state = engine.lay_out(given), engine.init_decode_state()
     for slot, length in enumerate((3, 18, 2)):
       request = tiny.request(prompt=range(1, 1 + length), new=4)
-      prefix = engine.prefill(
+      prefix = prefixes.prefill(
           params=weights,
           padded_tokens=engine.pad_prompt(request.prompt_ids),
           true_length=length,
       )
-      state = engine.insert(prefix, state, slot, request)
-      state, _ = engine.generate(weights, state)
+      state = prefixes.insert(prefix, state, slot, request)
+      state, _ = prefixes.generate(weights, state)
   finally:
     counter.uninstall()
   assert counter.names_since_warm == []
@@ -538,7 +543,7 @@ def test_programs_are_planned_in_the_order_of_need():
   engine = Engine(tiny.config(), settings, tiny.mesh(), Rules())
 
   def plan(exact, which='work', engine=engine):
-    planned = engine._plan(engine.abstract_weights(), exact)
+    planned = plan_of(engine.jitted, engine.abstract_weights(), exact)
     return [name for name, _ in planned.get(which, ())]
 
   rows = settings.piece_rows(16)
@@ -656,11 +661,9 @@ def test_method_names_and_arguments_are_those_of_jetstream():
       for node in abstract.body
       if isinstance(node, ast.FunctionDef)
   }
-  for name in ('prefill', 'insert', 'generate', 'init_decode_state',
-               'max_concurrent_decodes', 'samples_per_slot',
-               'max_prefill_length', 'mesh'):  # fmt: skip
+  for name in ('prefill', 'insert', 'generate'):
     assert name in theirs, f'{name} is not in the JetStream API'
-    assert hasattr(Engine, name) or name == 'mesh'
+    assert hasattr(PrefixEngine, name)
   assert {'params', 'padded_tokens', 'true_length'} <= set(theirs['prefill'])
   assert {'prefix', 'decode_state', 'slot'} <= set(theirs['insert'])
   assert {'params', 'decode_state'} <= set(theirs['generate'])
@@ -792,20 +795,20 @@ def test_no_program_copies_the_cache():
       lengths=integers(rows),
       tables=integers(rows, s.pages_per_slot),
   )
-  settings = large._slot_settings([0], [tiny.request()], s.occupy_rows)
+  settings = large.jitted.rows.settings_of([0], [tiny.request()], s.occupy_rows)
   length = integers(s.occupy_rows)
   capacity = s.pages_per_slot * s.page_size
   params = tiny.params()
   lowered = {
-      'generate': large._generate.lower(
+      'generate': large.jitted.generate.lower(
           params, state, integers(s.slots, 8), integers()
       ),
-      'extend': large._extend.lower(params, state, pieces),
-      'occupy': large._occupy.lower(
+      'extend': large.jitted.extend.lower(params, state, pieces),
+      'occupy': large.jitted.occupy.lower(
           state, vars(settings), integers(s.occupy_rows, capacity),
           length, length, integers(s.occupy_rows, 2),
       ),
-      'release': large._release.lower(
+      'release': large.jitted.release.lower(
           state, jax.ShapeDtypeStruct((s.slots,), bool)
       ),
   }  # fmt: skip
@@ -814,7 +817,7 @@ def test_no_program_copies_the_cache():
     assert memory.alias_size_in_bytes >= cache, name
     assert memory.temp_size_in_bytes < cache / 8, name
   # Planted fault: without donation there is a second one.
-  kept = jax.jit(large._release_program).lower(
+  kept = jax.jit(large.jitted.bodies.release).lower(
       state, jax.ShapeDtypeStruct((s.slots,), bool)
   )
   assert kept.compile().memory_analysis().alias_size_in_bytes == 0
@@ -823,12 +826,13 @@ def test_no_program_copies_the_cache():
 def test_prefix_of_jetstream_gives_the_same_answer(engine):
   weights = tiny.params()
   request = tiny.request(prompt=range(1, 14), new=20)
-  prefix = engine.prefill(
+  prefixes = PrefixEngine(engine)
+  prefix = prefixes.prefill(
       params=weights,
       padded_tokens=engine.pad_prompt(request.prompt_ids),
       true_length=len(request.prompt_ids),
   )
-  state = engine.insert_many(
+  state = prefixes.insert_many(
       prefix, engine.init_decode_state(), [2, 0], [request] * 2
   )
   ids, logps, _ = finish(engine, weights, state)
@@ -857,7 +861,8 @@ def recorded(engine, weights, request, slot, others=()):
   requests, slots = [request, *(r for r, _ in others)], [slot]
   slots += [s for _, s in others]
   state = start(engine, weights, requests, slots)
-  prefix = engine.prefill(
+  prefixes = PrefixEngine(engine)
+  prefix = prefixes.prefill(
       params=weights,
       padded_tokens=engine.pad_prompt(request.prompt_ids),
       true_length=len(request.prompt_ids),

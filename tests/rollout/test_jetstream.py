@@ -24,6 +24,7 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.models.hf import save_hf
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.engine_settings import EngineSettings
+from areal_jax.rollout.prefix_engine import PrefixEngine
 from areal_jax.telemetry import run_folder
 from areal_jax.tokenizer.base import render_prompt
 from areal_jax.tokenizer.sentencepiece_tokenizer import (
@@ -130,15 +131,16 @@ def greedy(engine: Engine, prompt: Sequence[int], new: int, seed: int = 0):
       prompt=prompt, new=room, temperature=0.0, stop_ids=(2,)
   )
   weights = tiny.params(seed, engine.mesh)
-  prefix = engine.prefill(
+  prefixes = PrefixEngine(engine)
+  prefix = prefixes.prefill(
       params=weights,
       padded_tokens=engine.pad_prompt(prompt),
       true_length=len(prompt),
   )
-  state = engine.insert(prefix, engine.init_decode_state(), 1, request)
+  state = prefixes.insert(prefix, engine.init_decode_state(), 1, request)
   ids, active = [], True
   while active:
-    state, result = engine.generate(weights, state)
+    state, result = prefixes.generate(weights, state)
     ids.append(int(result.tokens[1, 0]))
     active = bool(result.active[1])
   if ids[-1] == 2:
