@@ -17,7 +17,8 @@ from areal_jax.config import ConfigError, from_dict, resolve, to_dict
 from areal_jax.convert import Conversion
 from areal_jax.data.running_totals import texts
 from areal_jax.losses.advantages import AdvantageSettings, Normalization
-from areal_jax.losses.policy import PolicyLoss, WeightRule
+from areal_jax.losses.importance import WeightRule
+from areal_jax.losses.policy import PolicyLoss
 from areal_jax.losses.presets import PRESETS
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig

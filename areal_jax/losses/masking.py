@@ -11,6 +11,7 @@ A mask is an array that is positive where a position counts.
 
 from __future__ import annotations
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 
@@ -83,3 +84,8 @@ def bounded_exp(log_ratio: Array) -> tuple[Array, Array]:
   """
   clamped = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
   return jnp.exp(clamped), jnp.abs(log_ratio) > MAX_LOG_RATIO
+
+
+def constant(x: Array, mask: Array) -> Array:
+  """x with 0 where masked, taken as data."""
+  return jax.lax.stop_gradient(keep(x, mask))

@@ -16,89 +16,39 @@ shards, add up to the same loss and gradient. A sequence is never cut; what
 belongs to one is told by segment ids. What needs all tokens of a batch at once
 (`second_moment_keep`) is computed before the first part and handed in.
 
-Statistics come out as a dict in which the end of a name says how two parts are
-put together: `_sum` adds, `_max` takes the larger (`merge_stats`). All maxima
-are of numbers ≥ 0, so zeros are neutral. A mean is a sum divided by
-`tokens_sum`, taken after the last part.
+The weights and their rules are in `importance.py`, sums over tokens and their
+merging in `statistics.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from typing import Iterable, Literal, Mapping, Sequence
+from typing import Literal
 
 import jax
 from jax import Array
 import jax.numpy as jnp
-import numpy as np
 
 from areal_jax.config import require
 from areal_jax.losses import aggregation as aggregation_lib
 from areal_jax.losses import kl, masking, segments
-
-# Ages, in versions, at which statistics are told apart; the last one stands for
-# all above it too.
-AGES = (0, 1, 2, 3)
-# Edges between which gaps are counted, for percentiles: a quarter of a decade.
-GAP_EDGES = tuple(10.0 ** (power / 4) for power in range(-28, 5))
+from areal_jax.losses.importance import (
+    Proximal,
+    WeightLevel,
+    WeightRule,
+    approximate_proximal,
+    importance_weights,
+)
+from areal_jax.losses.statistics import (
+    gap_by_age,
+    of_ages,
+    sums_by_age,
+    weight_sums,
+)
 
 ObjectiveKind = Literal['clip', 'gate', 'cispo', 'reinforce', 'geometric_mean']
 RatioLevel = Literal['token', 'sequence', 'sequence_token']
-Proximal = Literal['exact', 'loglinear', 'linear', 'behavior']
-WeightLevel = Literal['none', 'token', 'sequence_mean', 'sequence_sum']
-Metric = Literal['ratio', 'k1', 'k2', 'k3', 'k3_reversed']
-
-
-@dataclasses.dataclass
-class WeightRule:
-  """What is done where proximal and behavior policy are too far apart.
-
-  With d = log π_prox - log π_behav of a token, the metrics are
-
-    ratio exp(d),  k1 d,  k2 d² / 2,  k3 exp(d) - 1 - d,
-    k3_reversed exp(-d) - 1 + d
-
-  k3 estimates KL(π_behav ‖ π_prox) from tokens of π_behav, k3_reversed is what
-  AReaL calls kl_k3. On the level of a sequence the metric is the mean, sum or
-  maximum over its tokens; for the ratio that of d, before exp: the mean gives
-  the geometric mean of the ratios, the sum the ratio of the whole sequence.
-
-  Attributes:
-    level: whether each token or each sequence is judged.
-    action: 'mask' drops what lies outside the bounds from the loss, while the
-      denominator goes on counting it; 'clamp' cuts its weight to the bounds.
-    metric: see above.
-    aggregation: from the tokens of a sequence to its metric.
-    lower, upper: inclusive bounds; None for none. TIS is a clamp of the ratio
-      from above, IcePop and MIS are masks of the ratio of tokens and sequences.
-  """
-
-  level: Literal['token', 'sequence'] = 'token'
-  action: Literal['mask', 'clamp'] = 'mask'
-  metric: Metric = 'ratio'
-  aggregation: Literal['mean', 'sum', 'max'] = 'mean'
-  lower: float | None = None
-  upper: float | None = 5.0
-
-  def validate(self, at: str) -> None:
-    """Raises `ConfigError` on a value without a meaning or an effect."""
-    bounds = (self.lower, self.upper)
-    given = [bound for bound in bounds if bound is not None]
-    right = bool(given) and all(math.isfinite(bound) for bound in given)
-    right = right and given == sorted(given)
-    require(right, f'{at}.upper', bounds, '(lower, upper) finite, in order, at'
-            ' least one of them not None')  # fmt: skip
-    if given and self.metric != 'k1':
-      require(given[0] >= 0, f'{at}.lower', given[0],
-              f'at least 0 with metric {self.metric!r}')  # fmt: skip
-    require(
-        self.action == 'mask' or self.metric == 'ratio',
-        f'{at}.metric',
-        self.metric,
-        "'ratio' with action 'clamp', which cuts the ratio",
-    )
 
 
 @dataclasses.dataclass
@@ -313,14 +263,14 @@ def policy_loss(
   _require_given(settings, 'second_moment', 'kept', kept)
   mask = jnp.asarray(mask)
   logps = masking.keep(logps, mask)
-  behavior_logps = _constant(behavior_logps, mask)
-  advantages = _constant(advantages, mask)
+  behavior_logps = masking.constant(behavior_logps, mask)
+  advantages = masking.constant(advantages, mask)
   if settings.proximal == 'exact':
     if proximal_logps is None:
       raise ValueError(
           "proximal_logps is None with proximal 'exact', wanted [B, T]"
       )
-    proximal_logps = _constant(proximal_logps, mask)
+    proximal_logps = masking.constant(proximal_logps, mask)
   else:
     proximal_logps = approximate_proximal(
         settings.proximal, logps, behavior_logps, ages
@@ -362,15 +312,15 @@ def policy_loss(
       'dual_clipped_sum': masking.masked_sum(gain.dual_clipped, surviving),
       'ratio_sum': masking.masked_sum(gain.ratio, mask),
       'ratio_max': masking.masked_max(gain.ratio, mask),
-      **_weight_stats('importance_weight', weights.raw, mask),
-      **_weight_stats('used_weight', weight, mask),
+      **weight_sums('importance_weight', weights.raw, mask),
+      **weight_sums('used_weight', weight, mask),
       'importance_capped_sum': masking.masked_sum(weights.capped, mask),
       'clamped_sum': masking.masked_sum(gain.clamped | weights.clamped, mask),
       'update_kl_sum': jnp.sum(kl.k3(proximal_logps, logps)),
       'behavior_kl_sum': jnp.sum(kl.k3(behavior_logps, proximal_logps)),
   }
   if reference_logps is not None:
-    reference_logps = _constant(reference_logps, mask)
+    reference_logps = masking.constant(reference_logps, mask)
     moved, _ = masking.bounded_exp(
         jax.lax.stop_gradient(logps) - proximal_logps
     )
@@ -401,8 +351,8 @@ def policy_loss(
     stats['fresh_gap_sum'] = masking.masked_sum(gap, fresh)
     stats['fresh_gap_max'] = masking.masked_max(gap, fresh)
   if ages is not None:
-    stats |= _sums_by_age(
-        _of_ages(mask, ages),
+    stats |= sums_by_age(
+        of_ages(mask, ages),
         {
             'tokens': jnp.ones_like(weight),
             'weight': weights.raw,
@@ -413,257 +363,6 @@ def policy_loss(
     )
     stats |= gap_by_age(proximal_logps, behavior_logps, mask, ages)
   return -masking.divide(total, denominator), jax.lax.stop_gradient(stats)
-
-
-def _weight_stats(name: str, weight: Array, mask: Array) -> dict[str, Array]:
-  return {
-      f'{name}_sum': masking.masked_sum(weight, mask),
-      f'{name}_squared_sum': masking.masked_sum(weight**2, mask),
-      f'{name}_max': masking.masked_max(weight, mask),
-  }
-
-
-def gap_by_age(
-    proximal_logps: Array, behavior_logps: Array, mask: Array, ages: Array
-) -> dict[str, Array]:
-  """How far engine and trainer are apart, for each of `AGES`.
-
-  Tokens of age 0 were sampled under the weights that they are scored under, so
-  their gap is numerics alone.
-
-  Args:
-    proximal_logps, behavior_logps: [B, T] nats, finite.
-    mask: [B, T] positive on sampled tokens.
-    ages: [B, T] versions.
-
-  Returns:
-    Of g = |log π_prox - log π_behav|, [A] each:
-      age_gap_sum, age_gap_max: of g.
-      age_k1_sum, age_k3_sum: estimates of KL(π_behav ‖ π_prox).
-      age_gap_below_sum: [A, E] tokens with g at most each of `GAP_EDGES`.
-  """
-  of_ages = _of_ages(mask, ages)
-  gap = jnp.abs(proximal_logps - behavior_logps)
-  stats = _sums_by_age(
-      of_ages,
-      {
-          'gap': gap,
-          'k1': kl.k1(behavior_logps, proximal_logps),
-          'k3': kl.k3(behavior_logps, proximal_logps),
-          'gap_below': gap[..., None] <= jnp.asarray(GAP_EDGES, jnp.float32),
-      },
-  )
-  largest = jnp.max(gap.reshape(-1, 1) * of_ages, axis=0)
-  return jax.lax.stop_gradient({**stats, 'age_gap_max': largest})
-
-
-def _of_ages(mask: Array, ages: Array) -> Array:
-  """[M, A] float32 of the M tokens: 1 where one counts and is of that age."""
-  bucket = jnp.clip(jnp.asarray(ages), AGES[0], AGES[-1]).reshape(-1, 1)
-  counts = jnp.asarray(mask).reshape(-1, 1) > 0
-  return ((bucket == jnp.asarray(AGES)) & counts).astype(jnp.float32)
-
-
-def _sums_by_age(
-    of_ages: Array, values: Mapping[str, Array]
-) -> dict[str, Array]:
-  """Sums over the tokens of each age, by one matrix product.
-
-  A reduction for each name and age is a small program each on a CPU: of those
-  of a policy loss of 2,688 tokens they were two thirds.
-
-  Args:
-    of_ages: [M, A] of `_of_ages`.
-    values: M of each, or M times E; finite.
-
-  Returns:
-    'age_<name>_sum', [A] or [A, E].
-  """
-  wide = [
-      x.astype(jnp.float32).reshape(len(of_ages), -1) for x in values.values()
-  ]
-  sums = jnp.einsum(
-      'ma,mk->ak',
-      of_ages,
-      jnp.concatenate(wide, 1),
-      precision=jax.lax.Precision.HIGHEST,
-  )
-  parts = jnp.split(sums, np.cumsum([x.shape[1] for x in wide])[:-1], axis=1)
-  return {
-      f'age_{name}_sum': part[:, 0] if part.shape[1] == 1 else part
-      for name, part in zip(values, parts)
-  }
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-  """Importance weights of tokens, all [B, T] and constant.
-
-  Attributes:
-    raw: float32 w before any rule, within exp(±20); 1 without weights, 0 where
-      masked.
-    weight: float32 w, after clamps; 1 without weights, 0 where masked.
-    kept: bool, in the mask and dropped by no rule.
-    capped: bool, a rule changed the weight.
-    clamped: bool, the log-ratio left ±20.
-  """
-
-  raw: Array
-  weight: Array
-  kept: Array
-  capped: Array
-  clamped: Array
-
-
-def importance_weights(
-    proximal_logps: Array,
-    behavior_logps: Array,
-    mask: Array,
-    segment_ids: Array | None,
-    *,
-    level: WeightLevel,
-    rules: Sequence[WeightRule] = (),
-) -> Weights:
-  """w = π_prox / π_behav of tokens or sequences, and what the rules leave.
-
-  See https://arxiv.org/abs/2110.00641 for the weight;
-  https://fengyao.notion.site/off-policy-rl for TIS,
-  https://arxiv.org/abs/2510.18855 for IcePop.
-
-  Args:
-    proximal_logps, behavior_logps: [B, T] nats; masked ones may be NaN.
-    mask: [B, T] positive on sampled tokens.
-    segment_ids: [B, T]; None where neither level nor rules look at sequences.
-    level: see `PolicyLoss.weight_level`.
-    rules: see `WeightRule`; each is judged on the whole mask.
-  """
-  counts = jnp.asarray(mask) > 0
-  distance = _constant(proximal_logps, mask) - _constant(behavior_logps, mask)
-  distance = jnp.where(counts, distance, 0.0)
-  log_weight = {
-      'none': lambda: jnp.zeros_like(distance),
-      'token': lambda: distance,
-      'sequence_mean': lambda: segments.mean(distance, mask, segment_ids),
-      'sequence_sum': lambda: segments.total(distance, mask, segment_ids),
-  }[level]()
-  raw, clamped = masking.bounded_exp(log_weight)
-  weight = raw
-  kept, capped = counts, jnp.zeros_like(counts)
-  for rule in rules:
-    seen = _metric(rule, distance, mask, segment_ids)
-    inside = jnp.ones_like(counts)
-    if rule.lower is not None:
-      inside &= seen >= rule.lower
-    if rule.upper is not None:
-      inside &= seen <= rule.upper
-    if rule.action == 'mask':
-      kept &= inside
-      continue
-    # None leaves that side open. A sequence is cut only where its metric, which
-    # need not be its weight, lies outside.
-    cut = jnp.where(inside, weight, jnp.clip(weight, rule.lower, rule.upper))
-    capped |= counts & (cut != weight)
-    weight = cut
-  raw, weight = (jnp.where(counts, x, 0.0) for x in (raw, weight))
-  return Weights(raw, weight, kept, capped, clamped & counts)
-
-
-def approximate_proximal(
-    kind: Proximal, logps: Array, behavior_logps: Array, ages: Array | None
-) -> Array:
-  """Stands in for the proximal log-probs, without a forward pass.
-
-  The proximal policy is taken to be one version before the one that the step
-  started from, so that it lies α = (n - 1) / n of the way from a behavior
-  policy n versions old to π_θ; α = 0 for n ≤ 0:
-
-    loglinear  log π_behav + α (log π_θ - log π_behav)
-    linear     log((1 - α) π_behav + α π_θ)
-    behavior   log π_behav
-
-  See https://arxiv.org/abs/2512.06547.
-
-  Args:
-    kind: one of the three.
-    logps: [B, T] log π_θ, nats, finite.
-    behavior_logps: [B, T] nats, finite.
-    ages: [B, T] n, in versions; None for 'behavior'.
-
-  Returns:
-    [B, T] float32 nats, a constant.
-  """
-  logps, behavior_logps = jax.lax.stop_gradient((logps, behavior_logps))
-  if kind == 'behavior':
-    return behavior_logps
-  ages = jnp.asarray(ages, jnp.float32)
-  alpha = jnp.where(ages > 0, (ages - 1) / jnp.maximum(ages, 1), 0.0)
-  if kind == 'loglinear':
-    return behavior_logps + alpha * (logps - behavior_logps)
-  # 0 log 0: an end of the way is that policy alone.
-  first = jnp.log1p(-alpha) + behavior_logps
-  second = jnp.log(jnp.where(alpha > 0, alpha, 1.0)) + logps
-  return jnp.where(alpha > 0, jnp.logaddexp(first, second), behavior_logps)
-
-
-def second_moment_keep(
-    proximal_logps: np.ndarray,
-    behavior_logps: np.ndarray,
-    mask: np.ndarray,
-    *,
-    threshold: float,
-) -> np.ndarray:
-  """Which tokens M2PO leaves in the loss; over the whole batch, on the host.
-
-  Tokens of the largest δ² = (log π_prox - log π_behav)² are dropped, as few as
-  bring the mean of the rest below the threshold; one token always stays.
-
-  See https://arxiv.org/abs/2510.01161.
-
-  Args:
-    proximal_logps, behavior_logps: any one shape, nats; masked ones may be NaN.
-      All tokens that share a denominator, so that the cut of a batch into parts
-      does not matter.
-    mask: the same shape, positive on sampled tokens.
-    threshold: of the mean of δ², above 0.
-
-  Returns:
-    float32 of that shape, 1 on tokens that stay, 0 elsewhere.
-  """
-  counts = np.asarray(mask) > 0
-  kept = np.zeros(counts.shape, np.float32)
-  places = np.flatnonzero(counts)
-  if not places.size:
-    return kept
-  gap = np.asarray(proximal_logps, np.float64).ravel()[places]
-  gap = gap - np.asarray(behavior_logps, np.float64).ravel()[places]
-  order = np.argsort(gap**2, kind='stable')  # smallest first
-  means = np.cumsum(gap[order] ** 2) / np.arange(1, places.size + 1)
-  stay = max(1, int(np.count_nonzero(means < threshold)))
-  kept.ravel()[places[order[:stay]]] = 1
-  return kept
-
-
-def merge_stats(parts: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
-  """Statistics of the whole from those of its parts, by the end of the name.
-
-  Works on traced, device and host values alike.
-
-  Raises:
-    ValueError: no part, parts with other names, or a name that ends neither in
-      `_sum` nor in `_max`.
-  """
-  parts = list(parts)
-  if not parts:
-    raise ValueError('parts is empty, wanted the statistics of at least one')
-  for part in parts:
-    if set(part) != set(parts[0]):
-      raise ValueError(
-          f'parts hold {sorted(part)} and {sorted(parts[0])}, wanted one set'
-      )
-  return {
-      name: functools.reduce(_merger(name), [part[name] for part in parts])
-      for name in parts[0]
-  }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -738,43 +437,6 @@ def _gain(
   else:
     raise ValueError(f'objective is {settings.objective!r}, wanted a known one')
   return _Gain(objective, ratio, clipped, dual_clipped, clamped)
-
-
-def _metric(
-    rule: WeightRule, distance: Array, mask: Array, segment_ids: Array | None
-) -> Array:
-  """What a rule judges, [B, T]; the same for all tokens of a sequence."""
-  held = jnp.clip(distance, -masking.MAX_LOG_RATIO, masking.MAX_LOG_RATIO)
-  value = {
-      'ratio': lambda: distance,
-      'k1': lambda: distance,
-      'k2': lambda: jnp.square(distance) / 2,
-      'k3': lambda: jnp.expm1(held) - held,
-      'k3_reversed': lambda: jnp.expm1(-held) + held,
-  }[rule.metric]()
-  if rule.level == 'sequence':
-    reduce = {
-        'mean': segments.mean,
-        'sum': segments.total,
-        'max': segments.largest,
-    }[rule.aggregation]
-    value = reduce(value, mask, segment_ids)
-  if rule.metric == 'ratio':
-    value, _ = masking.bounded_exp(value)
-  return value
-
-
-def _merger(name: str):
-  if name.endswith('_sum'):
-    return lambda one, other: one + other
-  if name.endswith('_max'):
-    return jnp.maximum
-  raise ValueError(f'statistic {name!r}, wanted a name in _sum or _max')
-
-
-def _constant(x: Array, mask: Array) -> Array:
-  """x with 0 where masked, taken as data."""
-  return jax.lax.stop_gradient(masking.keep(x, mask))
 
 
 def _require_given(

@@ -22,7 +22,8 @@ from areal_jax.losses.advantages import (
     LengthPenalty,
     Normalization,
 )
-from areal_jax.losses.policy import PolicyLoss, WeightRule
+from areal_jax.losses.importance import WeightRule
+from areal_jax.losses.policy import PolicyLoss
 
 
 @dataclasses.dataclass

@@ -12,7 +12,8 @@ from areal_jax.losses.advantages import (
     LengthPenalty,
     Normalization,
 )
-from areal_jax.losses.policy import PolicyLoss, WeightRule
+from areal_jax.losses.importance import WeightRule
+from areal_jax.losses.policy import PolicyLoss
 from areal_jax.losses.value import ValueLoss
 from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh
 from areal_jax.models.config import (

@@ -33,7 +33,7 @@ import numpy as np
 import optax
 
 from areal_jax.config import require
-from areal_jax.losses import logprobs, masking, policy, supervised
+from areal_jax.losses import logprobs, masking, policy, statistics, supervised
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads, lora, moe, transformer
 from areal_jax.models.config import ModelConfig
@@ -155,7 +155,7 @@ def policy_objective(settings: policy.PolicyLoss) -> Objective:
           'fresh_gap_sum': masking.masked_sum(gap, fresh),
           'fresh_gap_max': masking.masked_max(gap, fresh),
       }
-      stats |= policy.gap_by_age(
+      stats |= statistics.gap_by_age(
           jnp.where(mask > 0, scores.proximal_logps, 0.0),
           jnp.where(mask > 0, batch['behavior_logps'], 0.0),
           mask,
@@ -658,7 +658,7 @@ class TrainStep:
         'gradient': jax.tree.map(jnp.add, total['gradient'], gradient),
         'routing': jax.tree.map(jnp.add, total['routing'], routing),
         'loss': total['loss'] + loss,
-        'stats': policy.merge_stats([total['stats'], stats]),
+        'stats': statistics.merge_stats([total['stats'], stats]),
     }
 
   def _apply(self, learner: Role, total, teaches):

@@ -13,7 +13,7 @@ from typing import Mapping, Sequence
 import numpy as np
 
 from areal_jax.losses import advantages as advantages_lib
-from areal_jax.losses import policy
+from areal_jax.losses import statistics
 from areal_jax.train.batch import BatchScores, kl_token_rewards, score_of
 from areal_jax.train.settings import TrainSettings
 from areal_jax.train.step import Outcome
@@ -114,7 +114,7 @@ def summarize(
     if stats[f'{sign}_sum']:
       clipped = stats[f'clipped_{side}_sum'] / stats[f'{sign}_sum']
       values[f'clip_{side}_fraction'] = clipped
-  for age in policy.AGES:
+  for age in statistics.AGES:
     tokens = stats['age_tokens_sum'][age]
     values[f'staleness_{age}_fraction'] = tokens / count
     if tokens:
@@ -194,7 +194,7 @@ def _gaps(
     return {}
   largest = stats['age_gap_max'][age]
   enough = stats['age_gap_below_sum'][age] >= 0.99 * tokens
-  edge = policy.GAP_EDGES[np.argmax(enough)] if enough.any() else largest
+  edge = statistics.GAP_EDGES[np.argmax(enough)] if enough.any() else largest
   return {
       f'logprob_gap_staleness_{age}': stats['age_gap_sum'][age] / tokens,
       f'logprob_gap_p99_staleness_{age}': min(edge, largest),

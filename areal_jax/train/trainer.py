@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 
-from areal_jax.losses import policy
+from areal_jax.losses import importance
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads
 from areal_jax.models.config import ModelConfig
@@ -498,7 +498,7 @@ class Trainer:
     whatever the cut into microbatches.
     """
     for part, batches, own in zip(minibatches, placed, jax.device_get(logps)):
-      kept = policy.second_moment_keep(
+      kept = importance.second_moment_keep(
           _flat(own),
           _flat([m.behavior_logps for m in part.microbatches]),
           _flat([m.loss_mask for m in part.microbatches]),

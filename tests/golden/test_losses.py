@@ -14,8 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from areal_jax.losses import aggregation, kl, logprobs, policy, value
-from areal_jax.losses.policy import PolicyLoss, WeightRule
+from areal_jax.losses import (
+    aggregation,
+    importance,
+    kl,
+    logprobs,
+    policy,
+    value,
+)
+from areal_jax.losses.importance import WeightRule
+from areal_jax.losses.policy import PolicyLoss
 from areal_jax.losses.value import ValueLoss
 from tests.closeness import assert_close
 from tests.golden import cases
@@ -218,7 +226,7 @@ def test_gated_loss_is_that_of_areal(case):
 @cases.matching('areal/actor_extras.npz', '_apply_m2po_masking')
 def test_second_moment_mask_is_that_of_areal(case):
   inputs = case.inputs
-  kept = policy.second_moment_keep(
+  kept = importance.second_moment_keep(
       inputs['proximal_logprobs'],
       inputs['old_logprobs'],
       inputs['loss_mask'],
@@ -235,7 +243,7 @@ def test_proximal_approximations_are_those_of_areal(case):
   ages = np.where(versions >= 0, case.args['current_version'] - versions, 0)
   names = dict(loglinear='loglinear', linear='linear', rollout='behavior')
   for name, expected in case.outputs.items():
-    result = policy.approximate_proximal(
+    result = importance.approximate_proximal(
         names[name], inputs['logprobs'], inputs['old_logp'], ages
     )
     np.testing.assert_allclose(result, expected, **_CLOSE)
@@ -478,7 +486,7 @@ def test_weights_and_rejections_are_those_of_verl(case):
   row = _row(inputs['response_mask'])
 
   def weights(level, rules):
-    return policy.importance_weights(
+    return importance.importance_weights(
         row.lay(inputs['old_log_prob']),
         row.lay(inputs['rollout_log_prob']),
         row.mask,
@@ -509,7 +517,7 @@ def test_losses_without_a_proximal_pass_are_those_of_verl(case):
   args = config['policy_loss']['rollout_correction']
   current, rollout = inputs['log_prob'], inputs['old_log_prob']
   row = _row(inputs['response_mask'])
-  kept = policy.importance_weights(
+  kept = importance.importance_weights(
       row.lay(current),
       row.lay(rollout),
       row.mask,

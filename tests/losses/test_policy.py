@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from areal_jax import config
-from areal_jax.losses import logprobs, policy
-from areal_jax.losses.policy import PolicyLoss, WeightRule
+from areal_jax.losses import logprobs, policy, statistics
+from areal_jax.losses.importance import WeightRule
+from areal_jax.losses.policy import PolicyLoss
 from tests.closeness import assert_close
 
 
@@ -383,84 +384,6 @@ def test_geometric_mean_by_hand():
   )
 
 
-# The weights: proximal / behavior log-ratios of two sequences.
-
-_DISTANCES = np.array([[0.5, -0.1, 1.0, 0.0]])
-
-
-def _weights(level, *rules):
-  result = policy.importance_weights(
-      _DISTANCES,
-      np.zeros((1, 4)),
-      _TWO['mask'],
-      _TWO['segment_ids'],
-      level=level,
-      rules=rules,
-  )
-  return np.asarray(result.weight)[0], np.asarray(result.kept)[0]
-
-
-@pytest.mark.parametrize(
-    'level, logs',
-    [
-        ('none', [0, 0, 0]),
-        ('token', [0.5, -0.1, 1.0]),
-        ('sequence_mean', [0.2, 0.2, 1.0]),
-        ('sequence_sum', [0.4, 0.4, 1.0]),
-    ],
-)
-def test_weight_of_each_level_by_hand(level, logs):
-  weight, kept = _weights(level)
-  np.testing.assert_allclose(weight, [*np.exp(logs), 0], rtol=1e-6)
-  np.testing.assert_array_equal(kept, [True, True, True, False])
-
-
-@pytest.mark.parametrize(
-    'rule, kept',
-    [
-        # ratios 1.65, 0.90, 2.72; geometric means 1.22, 2.72; whole 1.49, 2.72
-        (WeightRule(upper=2.0), [1, 1, 0]),
-        (WeightRule(lower=0.95, upper=2.0), [1, 0, 0]),
-        (WeightRule('sequence', upper=1.3), [1, 1, 0]),
-        (WeightRule('sequence', aggregation='sum', upper=1.4), [0, 0, 0]),
-        (WeightRule('sequence', aggregation='max', upper=1.6), [0, 0, 0]),
-        (WeightRule('sequence', aggregation='max', upper=1.7), [1, 1, 0]),
-        # k1 0.5, -0.1, 1; k2 .125, .005, .5
-        (WeightRule(metric='k1', lower=-0.2, upper=0.2), [0, 1, 0]),
-        (WeightRule(metric='k2', upper=0.2), [1, 1, 0]),
-        (WeightRule('sequence', metric='k2', upper=0.1), [1, 1, 0]),
-        # k3 .1487, .0048, .7183; reversed .1065, .0052, .3679
-        (WeightRule(metric='k3', upper=0.14), [0, 1, 0]),
-        (WeightRule(metric='k3_reversed', upper=0.14), [1, 1, 0]),
-    ],
-)
-def test_what_a_rule_masks_by_hand(rule, kept):
-  weight, result = _weights('token', rule)
-  np.testing.assert_array_equal(result, [*map(bool, kept), False])
-  np.testing.assert_allclose(weight[:3], np.exp([0.5, -0.1, 1.0]), rtol=1e-6)
-
-
-def test_what_a_rule_clamps_by_hand():
-  clamp = WeightRule(action='clamp', lower=1.0, upper=2.0)
-  weight, kept = _weights('token', clamp)
-  np.testing.assert_allclose(weight, [np.exp(0.5), 1.0, 2.0, 0.0], rtol=1e-6)
-  assert kept[:3].all()
-  # Of a sequence whose largest token ratio lies outside, the mean is cut.
-  clamp = WeightRule('sequence', 'clamp', aggregation='max', upper=1.5)
-  weight, _ = _weights('sequence_mean', clamp)
-  np.testing.assert_allclose(weight[:3], [np.exp(0.2)] * 2 + [1.5], rtol=1e-6)
-
-
-def test_rules_are_judged_together_on_the_whole_mask():
-  """The second rule sees the token that the first one drops."""
-  tight, whole = (
-      WeightRule(upper=1.0),
-      WeightRule('sequence', upper=1.3),
-  )
-  _, kept = _weights('token', tight, whole)
-  np.testing.assert_array_equal(kept, [False, True, False, False])
-
-
 def test_rejected_tokens_leave_the_loss_and_not_the_denominator():
   """Case A4 the other way: what a rule drops goes on being counted."""
   settings = PolicyLoss(weight_rules=(WeightRule(upper=2.0),))
@@ -474,34 +397,6 @@ def test_rejected_tokens_leave_the_loss_and_not_the_denominator():
   assert stats['rejected_sum'] == 2 and stats['tokens_sum'] == 4
   np.testing.assert_allclose(stats['used_weight_sum'], 2.5, rtol=1e-6)
   np.testing.assert_allclose(stats['importance_weight_sum'], 9.5, rtol=1e-6)
-
-
-def test_second_moment_mask_by_hand():
-  """δ² = 4, 0.01, 0.25, 0.09: without 4 the mean is 0.117, then 0.05."""
-  behavior = np.zeros((2, 3))
-  proximal = np.array([[2.0, 0.1, np.nan], [-0.5, 0.3, np.nan]])
-  mask = np.array([[1, 1, 0], [1, 1, 0]])
-  keep = lambda bound: policy.second_moment_keep(
-      proximal, behavior, mask, threshold=bound
-  )
-  np.testing.assert_array_equal(keep(0.2), [[0, 1, 0], [1, 1, 0]])
-  np.testing.assert_array_equal(keep(0.06), [[0, 1, 0], [0, 1, 0]])
-  np.testing.assert_array_equal(keep(1e-9), [[0, 1, 0], [0, 0, 0]])
-  np.testing.assert_array_equal(keep(9.0), mask)
-  nothing = policy.second_moment_keep(proximal, behavior, 0 * mask, threshold=1)
-  assert not nothing.any()
-
-
-def test_proximal_policy_by_interpolation_by_hand():
-  """Ages 0, 1, 2, 4: α = 0, 0, 1/2, 3/4 of the way to the policy."""
-  policies = [np.full(4, -1.0), np.full(4, -3.0)]
-  ages = np.array([0, 1, 2, 4])
-  between = lambda kind: policy.approximate_proximal(kind, *policies, ages)
-  np.testing.assert_allclose(between('loglinear'), [-3, -3, -2, -1.5])
-  alpha = np.array([0, 0, 0.5, 0.75])
-  mixed = np.log((1 - alpha) * np.exp(-3.0) + alpha * np.exp(-1.0))
-  np.testing.assert_allclose(between('linear'), mixed, rtol=1e-6)
-  np.testing.assert_array_equal(between('behavior'), policies[1])
 
 
 def test_ordinary_ppo_has_the_behavior_policy_at_its_centre():
@@ -538,22 +433,6 @@ def test_statistics_are_told_apart_by_age():
       rtol=1e-5,
   )
   assert stats['age_gap_max'].tolist() == [0.0, 0.5, 0.0, 1.0]
-
-
-def test_gaps_are_counted_below_each_edge():
-  """Against a plain count; what is masked or of another age is not in it."""
-  random = np.random.default_rng(0)
-  gaps = 10.0 ** random.uniform(-9, 2, (3, 50))
-  mask = random.integers(0, 2, (3, 50))
-  ages = random.integers(0, 3, (3, 50))
-  stats = policy.gap_by_age(
-      np.zeros((3, 50), np.float32), gaps.astype(np.float32), mask, ages
-  )
-  for age in (0, 1, 2):
-    held = gaps.astype(np.float32)[(mask > 0) & (ages == age)]
-    expected = [(held <= np.float32(e)).sum() for e in policy.GAP_EDGES]
-    assert stats['age_gap_below_sum'][age].tolist() == expected
-  assert not stats['age_gap_below_sum'][3].any()
 
 
 @pytest.mark.parametrize(
@@ -648,7 +527,7 @@ def _in_parts(parts):
   results = [_step(_table(), part) for part in parts]
   return (
       sum(value for value, _, _ in results),
-      policy.merge_stats([stats for _, stats, _ in results]),
+      statistics.merge_stats([stats for _, stats, _ in results]),
       sum(gradient for _, _, gradient in results),
   )
 
@@ -701,26 +580,6 @@ def test_a_mask_shifted_by_one_is_caught(whole):
   value, _, gradient = _step(_table(), batch)
   assert abs(value - whole[0]) > 1e-3
   assert np.abs(gradient - whole[2]).max() > 1e-3
-
-
-def test_maxima_merge_by_the_larger_and_sums_add():
-  merged = policy.merge_stats(
-      [{'a_sum': 1.0, 'b_max': 3.0}, {'a_sum': 2.0, 'b_max': 0.5}]
-  )
-  assert merged == {'a_sum': 3.0, 'b_max': 3.0}
-
-
-@pytest.mark.parametrize(
-    'parts, message',
-    [
-        ([], 'parts is empty'),
-        ([{'a_sum': 1.0}, {'b_sum': 1.0}], 'wanted one set'),
-        ([{'mean': 1.0}], "statistic 'mean'"),
-    ],
-)
-def test_statistics_that_cannot_be_merged_are_refused(parts, message):
-  with pytest.raises(ValueError, match=message):
-    policy.merge_stats(parts)
 
 
 @pytest.mark.parametrize(

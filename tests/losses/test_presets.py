@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from areal_jax import config
-from areal_jax.losses import advantages, aggregation, policy, presets
+from areal_jax.losses import (
+    advantages,
+    aggregation,
+    importance,
+    policy,
+    presets,
+)
+from areal_jax.losses import statistics as statistics_lib
 from areal_jax.losses.presets import PRESETS
 from tests.closeness import assert_close
 
@@ -100,7 +107,7 @@ def _batch(name):
   ).advantages
   arrays = dict(tokens, advantages=np.concatenate(given))
   if loss.second_moment is not None:
-    arrays['kept'] = policy.second_moment_keep(
+    arrays['kept'] = importance.second_moment_keep(
         tokens['proximal_logps'],
         tokens['behavior_logps'],
         tokens['mask'],
@@ -163,7 +170,7 @@ def _step(loss, arrays, denominator, place, segment_ids, put=jnp.asarray):
 def _added(results):
   """Results of parts: numbers added, statistics merged."""
   values, gradients, stats = zip(*results)
-  return sum(values), sum(gradients), policy.merge_stats(stats)
+  return sum(values), sum(gradients), statistics_lib.merge_stats(stats)
 
 
 _PADDED = [[0], [1], [2], [3]]
@@ -258,7 +265,7 @@ def test_a_second_moment_of_the_part_alone_is_caught():
   loss, arrays, _ = _batch('m2po')
   own = np.zeros(_TOKENS, np.float32)
   for start, end in zip(_STARTS, _STARTS[1:]):
-    own[start:end] = policy.second_moment_keep(
+    own[start:end] = importance.second_moment_keep(
         arrays['proximal_logps'][start:end],
         arrays['behavior_logps'][start:end],
         arrays['mask'][start:end],

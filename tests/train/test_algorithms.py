@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from areal_jax.config import ConfigError, resolve
-from areal_jax.losses import logprobs, policy, presets
+from areal_jax.losses import importance, logprobs, presets
 from areal_jax.losses.advantages import AdvantageSettings, Normalization
-from areal_jax.losses.policy import PolicyLoss, WeightRule
+from areal_jax.losses.importance import WeightRule
+from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh import slices
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads, transformer
@@ -172,7 +173,7 @@ def test_second_moment_judged_by_microbatch_would_depend_on_the_cut():
   own = np.stack([np.full_like(m.loss_mask, -2.5) for m in part.microbatches])
   behavior = np.stack([m.behavior_logps for m in part.microbatches])
   masks = np.stack([m.loss_mask for m in part.microbatches])
-  keep = functools.partial(policy.second_moment_keep, threshold=0.1)
+  keep = functools.partial(importance.second_moment_keep, threshold=0.1)
   assert len(masks) > 1
   whole = keep(own, behavior, masks)
   parts = [keep(o, b, m) for o, b, m in zip(own, behavior, masks)]

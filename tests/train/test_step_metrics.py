@@ -12,7 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.losses.policy import AGES, PolicyLoss, WeightRule
+from areal_jax.losses.importance import WeightRule
+from areal_jax.losses.policy import PolicyLoss
+from areal_jax.losses.statistics import AGES
 from areal_jax.telemetry.metrics import GROUPS, registered
 from areal_jax.train.step import Outcome, Scores, policy_objective
 from areal_jax.train.summary import record_metrics, summarize, summarize_critic
