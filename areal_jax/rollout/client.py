@@ -12,7 +12,8 @@ import collections
 import functools
 from typing import Callable, Protocol, Sequence
 
-from areal_jax.rollout.loop import EngineStopped, Health, Ticket
+from areal_jax.rollout.loop import EngineStopped, Health
+from areal_jax.rollout.slots import Ticket
 from areal_jax.types import Completion, Purpose, Request
 
 

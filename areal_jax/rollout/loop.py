@@ -1,48 +1,15 @@
 """The engine loop: one thread a rollout replica that never stops decoding.
 
 Flows in: requests (from the client, any thread) and new weights (from the
-publisher). Flows out: a `Completion` for each request, by callback. Between
-two dispatches of up to k decode steps the loop takes new weights, admits
-waiting requests into free slots, caches what they begin with and hands finished
-ones back; it waits only when no slot is active and nothing is queued.
+publisher). Flows out: a `Completion` for each request, by callback. Between two
+dispatches of up to k decode steps the loop takes new weights, admits waiting
+requests into free slots, caches what they begin with and hands finished ones
+back; it waits only when no slot is active and nothing is queued.
 
-A request is admitted if there are pages for what it begins with (`cache.py`);
-what is known of it already, because siblings asked the same or because it goes
-on from an earlier answer, is not computed again. Sequences of which more is
-left than one piece are cached a piece at a time with decode steps in between.
-Running requests get their pages just before the dispatch that writes them. When
-pages run out, the youngest gives way: it goes back to the front of the queue
-with what it has said, and later on as if nothing had happened, since a token
-depends on its position and not on when it is drawn.
-
-What new weights do to requests in mid-sentence is the swap mode:
-
-* `recompute`: caches of running slots are rebuilt under the new weights and
-  decoding goes on (the paper's way; https://arxiv.org/abs/2505.24298 §4.1),
-* `keep`: decoding goes on over the old caches. The recorded log-probs are
-  still those of the distribution sampled from, but that is a mixture of
-  versions which no single set of weights reproduces,
-* `drain`: no admission until the running requests have ended, then the swap,
-* `restart`: running requests start over under the new weights.
-
-A dispatch is as long as promises most tokens a second where requests wait for
-slots (`pace.py`), and as long as it may be where none do. While the devices are
-at it, those who were done with the dispatch before get their answers.
-
-A stop string ends an answer here and not on the device: at the token that
-completes it, which may lie some steps before the end of the dispatch. What was
-drawn behind it is discarded and counted, and the slot is released.
-
-A request admitted after weights were handed over never starts on older ones:
-while weights are pending nothing is admitted.
-
-A thread that dies of an exception begins anew, if it may: with a fresh decode
-state, the weights that it had (or was about to take), and all its requests from
-their first token. Sampling is keyed by position, so under the same weights they
-say what they would have said.
-
-Two loops may run one engine, each with a decode state and weights of its own:
-evaluation does so beside training, and nothing is compiled twice.
+Who is in which slot is kept in `slots`, which pages are whose in `cache`, how
+long a dispatch is in `pace`. Two loops may run one engine, each with a decode
+state and weights of its own: evaluation does so beside training, and nothing
+is compiled twice.
 """
 
 from __future__ import annotations
@@ -58,12 +25,11 @@ from typing import Any, Callable, Iterator, Literal, Sequence
 import jax
 import numpy as np
 
-from areal_jax.models.moe import UNKNOWN
 from areal_jax.rollout import engine_programs
-from areal_jax.rollout.cache import SlotCache
-from areal_jax.rollout.decode_state import Pieces
+from areal_jax.rollout.decode_state import Pieces, StepResult
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.pace import Pace
+from areal_jax.rollout.slots import Running, Slots, Ticket, completion_of
 from areal_jax.rollout.stopping import Stop, StopStrings
 from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.programs import Name, text_of
@@ -71,6 +37,14 @@ from areal_jax.telemetry.stopwatch import Stopwatch
 from areal_jax.tokenizer.base import Tokenizer
 from areal_jax.types import Completion, Request, StopReason
 
+# What new weights do to running requests:
+# * `recompute`: their caches are rebuilt under the new weights and decoding
+#   goes on (the paper's way; https://arxiv.org/abs/2505.24298 section 4.1),
+# * `keep`: decoding goes on over the old caches. The recorded log-probs are
+#   still those of the distribution sampled from, but that is a mixture of
+#   versions which no single set of weights reproduces,
+# * `drain`: no admission until the running requests have ended, then the swap,
+# * `restart`: running requests start over under the new weights.
 SwapMode = Literal['recompute', 'keep', 'drain', 'restart']
 Health = Literal['waiting', 'busy', 'dead']
 Params = Any
@@ -92,14 +66,6 @@ class _Stops(Exception):
   """The loop shall end in the middle of a wait."""
 
 
-class Ticket:
-  """Stands for one submitted request, whatever its id is.
-
-  Ids come again: a request that is asked once more after a time limit has the
-  id of the one that was given up. So what is aborted is named by its ticket.
-  """
-
-
 @dataclasses.dataclass(frozen=True)
 class Weights:
   """A version and its parameters on this replica's mesh, never apart."""
@@ -110,58 +76,6 @@ class Weights:
   def ready(self) -> bool:
     """Whether the transfer has arrived."""
     return all(leaf.is_ready() for leaf in jax.tree.leaves(self.params))
-
-
-@dataclasses.dataclass
-class _Running:
-  """A request with what it has said so far, dispatch by dispatch."""
-
-  request: Request
-  ticket: Ticket  # the same one when it begins anew
-  answer: Callable[[Completion | BaseException], None]
-  stops: StopStrings | None  # None if it has no stop strings
-  since: float  # monotonic second at which it was asked, or begun anew
-  ids: list[np.ndarray] = dataclasses.field(default_factory=list)
-  logps: list[np.ndarray] = dataclasses.field(default_factory=list)
-  versions: list[int] = dataclasses.field(default_factory=list)  # a dispatch
-  # Where the engine records it: of what was cached when its slot was occupied
-  # or rebuilt, then of each token that was fed, which are one fewer than there
-  # are in the end.
-  routing: list[np.ndarray] = dataclasses.field(default_factory=list)
-  # What the engine was built to tell: [n], [n, top] and [n, top] a dispatch.
-  raw_logps: list[np.ndarray] = dataclasses.field(default_factory=list)
-  top_ids: list[np.ndarray] = dataclasses.field(default_factory=list)
-  top_logps: list[np.ndarray] = dataclasses.field(default_factory=list)
-  prompt_logps: np.ndarray | None = None  # [P]
-  prompt_version: int | None = None
-  active: bool = False  # whether its slot decodes
-  said: int = 0  # tokens
-
-  def __len__(self) -> int:
-    return self.said
-
-  @property
-  def length(self) -> int:
-    """Tokens of prompt and answer so far."""
-    return len(self.request.prompt_ids) + self.said
-
-  @property
-  def limit(self) -> int:
-    """Tokens of prompt and answer at which it ends."""
-    sampling = self.request.sampling
-    return len(self.request.prompt_ids) + sampling.max_new_tokens
-
-  def tokens(self) -> np.ndarray:
-    """[length] int32: prompt and answer so far."""
-    prompt = np.asarray(self.request.prompt_ids, np.int32)
-    return np.concatenate([prompt, *self.ids]).astype(np.int32, copy=False)
-
-  def add(self, ids: np.ndarray, logps: np.ndarray, version: int) -> None:
-    """What a dispatch brought."""
-    self.ids.append(ids)
-    self.logps.append(logps)
-    self.versions.append(version)
-    self.said += len(ids)
 
 
 @dataclasses.dataclass
@@ -241,7 +155,7 @@ class EngineLoop:
     self.dispatch_lock = dispatch_lock or contextlib.nullcontext()
     self._wake = threading.Condition()
     # Guarded by _wake: what others hand in.
-    self._queue: collections.deque[_Running] = collections.deque()
+    self._queue: collections.deque[Running] = collections.deque()
     self._pending: tuple[Weights, Callable[[int], None]] | None = None
     self._forget = False
     self._taking = None  # what was pending, until it has been swapped in
@@ -251,12 +165,7 @@ class EngineLoop:
     # Owned by the thread.
     self._weights: Weights | None = None
     self._state = None
-    self._slots: list[_Running | None] = [None] * engine.settings.slots
-    self._cache = self._empty_cache()
-    # Experts that the tokens of a page went to, where that is recorded. What
-    # decoding writes has no such entry, so nobody may find it.
-    self._records = engine.config.moe.replay
-    self._routing: dict[tuple[int, int], np.ndarray] = {}  # by shard, page
+    self._slots = Slots(engine, exact)
     self._release_idle = release_idle
     self._pace = Pace(engine.settings.steps)
     # Dispatches that a program for few slots would have served.
@@ -377,7 +286,7 @@ class EngineLoop:
   @property
   def load(self) -> int:
     """Requests queued or running."""
-    return len(self._queue) + sum(s is not None for s in self._slots)
+    return len(self._queue) + len(self._slots.occupied())
 
   def failure(self) -> BaseException | None:
     """What ended the thread, if it ended by itself and for good."""
@@ -416,7 +325,7 @@ class EngineLoop:
     lines = [
         f'slot {slot}: {r.request.request_id}, {len(r)} tokens of at most'
         f' {r.request.sampling.max_new_tokens}, for {now - r.since:.1f} s'
-        for slot, r in enumerate(list(self._slots))
+        for slot, r in enumerate(list(self._slots.members))
         if r is not None
     ][:_SHOWN]
     return '\n    '.join([head, *lines])
@@ -474,13 +383,13 @@ class EngineLoop:
 
   def _wait_for_work(self) -> bool:
     """Blocks while there is nothing to do; false when the loop shall end."""
-    if not self._any_active():
+    if not self._slots.any_active():
       self._hand_out()  # no dispatch to do it in
       self._paced_from = None
     with self._wake:
       if self._idle():
         if self._release_idle and self._state is not None:
-          self._cache.new_weights(None)
+          self._slots.cache.new_weights(None)
           self._state = None
           self.counts.cache_releases += 1
         start = time.monotonic()
@@ -492,16 +401,10 @@ class EngineLoop:
       return not self._stopping
 
   def _idle(self) -> bool:
-    work = self._pending or self._aborts or self._any_running()
+    work = self._pending or self._aborts or self._slots.any_occupied()
     work = work or (self._forget and self._weights)
     startable = self._queue and self._weights
     return not (self._stopping or work or startable)
-
-  def _any_running(self) -> bool:
-    return any(s is not None for s in self._slots)
-
-  def _any_active(self) -> bool:
-    return any(r is not None and r.active for r in self._slots)
 
   def _give_up_aborted(self) -> None:
     with self._wake:
@@ -511,16 +414,12 @@ class EngineLoop:
       waiting = [r for r in self._queue if r.ticket in aborts]
       kept = [r for r in self._queue if r.ticket not in aborts]
       self._queue = collections.deque(kept)
-    slots = [
-        s
-        for s, r in enumerate(self._slots)
-        if r is not None and r.ticket in aborts
-    ]
+    slots = [s for s, r in self._slots.occupied().items() if r.ticket in aborts]
     if slots:
       with self._devices(engine_programs.RELEASE):
         self._state = self.engine.release(self._state, slots)
     for slot in slots:
-      waiting.append(self._leave(slot, known=True))
+      waiting.append(self._slots.leave(slot, known=True))
     with _others():
       for running in waiting:
         running.answer(self._completion(running, StopReason.ABORTED, None))
@@ -529,15 +428,15 @@ class EngineLoop:
     """Swaps, if weights wait and the swap mode lets them in now."""
     with self._wake:
       pending = self._pending
-      if self._forget and not self._any_running():
+      if self._forget and not self._slots.any_occupied():
         self._forget = False
         self._weights = None
-        self._cache.new_weights(None)
+        self._slots.cache.new_weights(None)
       if pending is None:
         return
       preempted = any(r.said for r in self._queue)
     weights, swapped = pending
-    alive = [s for s, r in enumerate(self._slots) if r is not None]
+    alive = list(self._slots.occupied())
     begun = alive or preempted
     if begun and (self.swap_mode == 'drain' or not weights.ready()):
       return  # decode on; admission waits
@@ -557,7 +456,7 @@ class EngineLoop:
       if self.swap_mode == 'restart':
         self._restart(alive)
       # A9: no cache entry of the old weights may serve a new request.
-      self._cache.new_weights(None)
+      self._slots.cache.new_weights(None)
     self.counts.swaps += 1
     self._record(
         'swap',
@@ -566,7 +465,7 @@ class EngineLoop:
         time.monotonic() - start,
         version=weights.version,
         alive_before=len(alive),
-        alive_after=sum(s is not None for s in self._slots),
+        alive_after=len(self._slots.occupied()),
         rebuilt_tokens=tokens,
     )
     self._taking = None
@@ -575,19 +474,14 @@ class EngineLoop:
 
   def _rebuild(self) -> int:
     """Caches all running sequences anew; tokens computed for it."""
-    running = {
-        s: r.tokens() for s, r in enumerate(self._slots) if r is not None
-    }
-    self._cache.new_weights(running)
+    running = {s: r.tokens() for s, r in self._slots.occupied().items()}
+    self._slots.cache.new_weights(running)
     if not running:
       return 0
     start, tokens = time.monotonic(), 0
-    while any(
-        r is not None and r.active and self._cache[s].waits
-        for s, r in enumerate(self._slots)
-    ):
-      pieces = self._cache.next_piece(long=False)
-      pieces = pieces or self._cache.next_piece(long=True)
+    while self._slots.any_waits():
+      pieces = self._slots.cache.next_piece(long=False)
+      pieces = pieces or self._slots.cache.next_piece(long=True)
       if pieces is not None:
         self._send(pieces)
         tokens += int(pieces.lengths.sum())
@@ -612,7 +506,7 @@ class EngineLoop:
     if active:
       with self._devices(engine_programs.RELEASE):
         self._state = self.engine.release(self._state, active)
-    stopped = [self._leave(slot, known=False) for slot in slots]
+    stopped = [self._slots.leave(slot, known=False) for slot in slots]
     with self._wake:
       waiting = stopped + list(self._queue)
       self.counts.restarted_tokens += sum(map(len, waiting))
@@ -620,7 +514,7 @@ class EngineLoop:
           self._anew(r) if r.said else r for r in waiting
       )
 
-  def _anew(self, running: _Running) -> _Running:
+  def _anew(self, running: Running) -> Running:
     """The same request, which has said nothing yet."""
     return self._started(running.request, running.ticket, running.answer)
 
@@ -629,7 +523,7 @@ class EngineLoop:
       request: Request,
       ticket: Ticket,
       answer: Callable[[Completion | BaseException], None],
-  ) -> _Running:
+  ) -> Running:
     """A request that has said nothing yet."""
     strings = request.sampling.stop_strings
     if strings and self.tokenizer is None:
@@ -638,11 +532,15 @@ class EngineLoop:
           f' {self.name} has no tokenizer to read its answers with'
       )
     stops = StopStrings(request.sampling, self.tokenizer) if strings else None
-    return _Running(request, ticket, answer, stops, time.monotonic())
+    return Running(request, ticket, answer, stops, time.monotonic())
 
   def _admit(self) -> None:
-    """Puts waiting requests into free slots, as far as there are pages."""
-    free = {s: None for s, r in enumerate(self._slots) if r is None}
+    """Puts waiting requests into free slots, as far as there are pages.
+
+    While weights are pending nothing is admitted: a request that comes after
+    they were handed over never starts on older ones.
+    """
+    free = {s: None for s, r in enumerate(self._slots.members) if r is None}
     while free:
       with self._wake:
         if not self._queue or self._weights is None:
@@ -652,7 +550,7 @@ class EngineLoop:
         drained = self.swap_mode == 'drain' and running.said
         if self._pending and not drained:
           return
-      sequence = self._cache.place(
+      sequence = self._slots.cache.place(
           free, running.tokens(), running.limit, shared=not running.said
       )
       if sequence is None:
@@ -660,7 +558,7 @@ class EngineLoop:
       del free[sequence.slot]
       with self._wake:
         self._queue.popleft()
-        self._slots[sequence.slot] = running
+        self._slots.members[sequence.slot] = running
       if sequence.found_tokens:
         self.counts.prefix_hits += 1
         self.counts.prefix_tokens += sequence.found_tokens
@@ -672,15 +570,15 @@ class EngineLoop:
     is the turn of those who decode, if somebody does.
     """
     while True:
-      while (pieces := self._cache.next_piece(long=False)) is not None:
+      while (pieces := self._slots.cache.next_piece(long=False)) is not None:
         self._extend(pieces)
       self._occupy()
-      pieces = self._cache.next_piece(long=True)
+      pieces = self._slots.cache.next_piece(long=True)
       if pieces is None:
         return
       self._paced_from = None  # it does not come with every dispatch
       self._extend(pieces)
-      if self._any_active():
+      if self._slots.any_active():
         return
 
   def _extend(self, pieces: Pieces) -> None:
@@ -701,28 +599,11 @@ class EngineLoop:
       if routing is None:
         return
       routing = jax.device_get(routing)
-    page = self.engine.settings.page_size
-    rows = len(routing) // self.engine.shards
-    for row, chosen in enumerate(routing):
-      start, length = pieces.starts[row], pieces.lengths[row]
-      for at in range(0, length, page):
-        place = int(pieces.tables[row, (start + at) // page])
-        self._routing[row // rows, place] = chosen[at : at + page]
+    self._slots.keep_routing(pieces, routing)
 
   def _occupy(self) -> None:
     """Lets the slots decode whose sequences are cached by now."""
-    placed = []
-    for whole in self._cache.ready():
-      running = self._slots[whole.sequence.slot]
-      if self._records:
-        # What is sampled from now on rests on these caches, so these are the
-        # choices to replay. The last token is fed by the next step.
-        shard = self._cache.shard_of(whole.sequence.slot)
-        of_pages = [self._routing[shard, p] for p in whole.pages]
-        cached = whole.sequence.cached
-        running.routing = [np.concatenate(of_pages)[:cached]] if cached else []
-      if not running.active:  # and not rebuilt in its slot
-        placed.append(whole)
+    placed = self._slots.cached()
     if not placed:
       return
     slots = [p.sequence.slot for p in placed]
@@ -739,66 +620,29 @@ class EngineLoop:
       running.active = True
     self._tell_prompt_logps(members)
 
-  def _empty_cache(self) -> SlotCache:
-    engine = self.engine
-    return SlotCache(
-        engine.settings,
-        exact=self.exact,
-        shards=engine.shards,
-        alone=lambda bucket: engine.programs.ready(
-            ('extend', engine.shards, bucket)
-        ),
-    )
-
-  def _leave(self, slot: int, *, known: bool) -> _Running:
-    """Takes a request out of its slot.
-
-    Args:
-      slot: which; the device knows that it has ended, or hears of it before
-        it decodes again.
-      known: whether its pages may be found by its tokens.
-    """
-    running, self._slots[slot] = self._slots[slot], None
-    known = known and running.active and not self._records
-    self._cache.end(slot, running.tokens() if known else None)
-    running.active = False
-    return running
-
   def _make_room(self, k: int) -> int:
     """Gives all who decode the pages for k steps more.
 
     Returns:
       Columns of the page tables that the dispatch needs.
     """
-    preempted, longest = [], 1
-    for slot in self._cache.slots():
-      running = self._slots[slot]
-      if running is None or not running.active:
-        continue  # it is not whole, or has given way to one before it
-      needed = min(running.length + k - 1, running.limit - 1)
-      longest = max(longest, needed)
-      if needed <= self._cache.holds(slot):
-        continue
-      while not self._cache.grow(slot, needed):
-        youngest = self._cache.youngest(slot)
-        if self._slots[youngest].active:
-          preempted.append(youngest)
-        running = self._leave(youngest, known=True)
-        self.counts.preemptions += 1
-        with self._wake:
-          self._queue.appendleft(running)
-        if youngest == slot:
-          break
+    longest, preempted = self._slots.make_room(k, self._give_way)
     if preempted:
       with self._devices(engine_programs.RELEASE):
         self._state = self.engine.release(self._state, preempted)
-    self.counts.peak_pages = max(self.counts.peak_pages, self._cache.used)
+    self.counts.peak_pages = max(self.counts.peak_pages, self._slots.cache.used)
     settings = self.engine.settings
     if self.one_width:
       return settings.pages_per_slot
     return settings.live_columns(longest)
 
-  def _tell_prompt_logps(self, members: list[_Running]) -> None:
+  def _give_way(self, running: Running) -> None:
+    """Queues one who has lost its pages, before all others."""
+    self.counts.preemptions += 1
+    with self._wake:
+      self._queue.appendleft(running)
+
+  def _tell_prompt_logps(self, members: list[Running]) -> None:
     """Log-probs of their prompts, for those requests that want them."""
     asking = collections.defaultdict(list)
     for running in members:
@@ -809,7 +653,7 @@ class EngineLoop:
       self._tell_prompt_logps_of(prompt, siblings)
 
   def _tell_prompt_logps_of(
-      self, prompt: tuple[int, ...], asking: list[_Running]
+      self, prompt: tuple[int, ...], asking: list[Running]
   ) -> None:
     padded = self.engine.pad_prompt(prompt)
     with self._devices(engine_programs.prompt_logps_name(padded)):
@@ -823,12 +667,13 @@ class EngineLoop:
       running.prompt_version = self._weights.version
 
   def _decode(self) -> None:
-    if not self._any_active():
+    if not self._slots.any_active():
       return
     version, k = self._weights.version, self._steps()
     columns = self._make_room(k)
     slots = self._few(columns)
-    tables = self._cache.tables if slots is None else self._cache.tables[slots]
+    tables = self._slots.cache.tables
+    tables = tables if slots is None else tables[slots]
     tables = tables[:, :columns].copy()  # they go on changing
     start = time.monotonic()
     with self._devices(engine_programs.generate_name(*tables.shape)):
@@ -860,8 +705,30 @@ class EngineLoop:
         tokens=tokens,
         steps=steps,
     )
+    cut = self._take_result(result, slots, version)
+    if cut:
+      with self._devices(engine_programs.RELEASE):
+        self._state = self.engine.release(self._state, cut)
+
+  def _take_result(
+      self, result: StepResult, slots: np.ndarray | None, version: int
+  ) -> list[int]:
+    """Gives running requests what a dispatch brought them.
+
+    A stop string ends an answer here and not on the device: at the token that
+    completes it, which may lie some steps before the end of the dispatch. What
+    was drawn behind it is discarded and counted.
+
+    Args:
+      result: on the host.
+      slots: [R] the slots of its rows; None for all.
+      version: of the weights.
+
+    Returns:
+      Slots that a stop string has ended before the device did.
+    """
     drawn, active = result.valid.sum(axis=1).tolist(), result.active.tolist()
-    cut = []  # slots that a stop string has ended before the device did
+    cut = []
     for row, slot in enumerate(range(len(drawn)) if slots is None else slots):
       running = self._slots[slot]
       if running is None or not running.active:
@@ -876,10 +743,10 @@ class EngineLoop:
       if result.routing is not None:
         running.routing.append(result.routing[row, :n])
       stopped = bool(result.stopped[row])
-      stop = self._stop_string(running, tokens, active[row], stopped)
+      stop = running.stop_string(tokens, active[row], stopped)
       if active[row] and stop is None:
         continue
-      self._leave(slot, known=True)
+      self._slots.leave(slot, known=True)
       if active[row]:
         cut.append(slot)
       if stop is not None:
@@ -892,9 +759,7 @@ class EngineLoop:
       if ending[0] is not StopReason.LENGTH:
         self._pace.ended(len(running))
       self._finished.append((running, *ending))
-    if cut:
-      with self._devices(engine_programs.RELEASE):
-        self._state = self.engine.release(self._state, cut)
+    return cut
 
   def _few(self, columns: int) -> np.ndarray | None:
     """[R] int32 slots, the active among them, if not all need to decode.
@@ -908,8 +773,7 @@ class EngineLoop:
     if self.all_slots:
       return None
     shards, share = self.engine.shards, self.engine.share
-    active = np.array([r is not None and r.active for r in self._slots])
-    active = active.reshape(shards, share.slots)
+    active = self._slots.active().reshape(shards, share.slots)
     most = active.sum(axis=1).max()
     for rows in reversed(share.decode_rows[1:]):
       if most > rows:
@@ -929,7 +793,7 @@ class EngineLoop:
     """How many steps the next dispatch takes."""
     if not self._queue or self._pending:
       return self.engine.settings.steps  # nobody waits for a slot
-    active = [r for r in self._slots if r is not None and r.active]
+    active = [r for r in self._slots.occupied().values() if r.active]
     asked = [r.request.sampling for r in active]
     return self._pace.steps(
         np.array([r.limit - r.length for r in active]),
@@ -944,58 +808,16 @@ class EngineLoop:
       for answer, completion in answers:  # at once, see `client._Mailbox`
         answer(completion)
 
-  def _stop_string(
-      self, running: _Running, tokens: np.ndarray, active: bool, stopped: bool
-  ) -> Stop | None:
-    """The stop string that ends an answer with the tokens just drawn."""
-    if running.stops is None:
-      return None
-    stop = running.stops.push(tokens.tolist())
-    if stop is None and not active:
-      stop = running.stops.finish()
-    # One token may be a stop id and complete a string: the id is the reason.
-    by_id = stop is not None and stopped and stop.tokens == len(running)
-    return None if by_id else stop
-
   def _completion(
       self,
-      running: _Running,
+      running: Running,
       reason: StopReason,
       stop_id: int | None,
       stop: Stop | None = None,
   ) -> Completion:
-    end = None if stop is None else stop.tokens
-
-    def joined(parts, dtype, *more):
-      nothing = np.zeros((0, *more), dtype)
-      return np.concatenate([nothing, *parts]).astype(dtype)[:end]
-
-    asked = running.request.sampling
-    told = {}
-    if asked.raw_logps:
-      told['raw_logps'] = joined(running.raw_logps, np.float32)
-    if asked.top_logps:
-      most = self.engine.settings.sampling.max_top_logps
-      for name, dtype in (('top_ids', np.int32), ('top_logps', np.float32)):
-        every = joined(getattr(running, name), dtype, most)
-        told[name] = every[:, : asked.top_logps]
-    return Completion(
-        request_id=running.request.request_id,
-        ids=joined(running.ids, np.int32),
-        logps=joined(running.logps, np.float32),
-        versions=np.repeat(
-            np.asarray(running.versions, np.int32), list(map(len, running.ids))
-        )[:end],
-        stop_reason=reason,
-        stop_id=stop_id,
-        stop_string=None if stop is None else stop.string,
-        text_end=None if stop is None else stop.text_end,
-        weight_source=f'engine/{self.name}',
-        routing=_routing_of(running, end),
-        prompt_logps=running.prompt_logps,
-        prompt_version=running.prompt_version,
-        **told,
-    )
+    most = self.engine.settings.sampling.max_top_logps
+    source = f'engine/{self.name}'
+    return completion_of(running, source, most, reason, stop_id, stop)
 
   def _lane_of(self, part: str) -> str:
     return self.lane or f'{part}/{self.name}'
@@ -1027,7 +849,7 @@ class EngineLoop:
       self._failure = cause
       # The last evaluation has the room of its cache, and of its weights.
       self._state = self._weights = self._pending = self._taking = None
-      waiting = list(self._queue) + [r for r in self._slots if r is not None]
+      waiting = [*self._queue, *self._slots.occupied().values()]
       self._queue.clear()
     if cause is not None:
       self._tell_death('evict')
@@ -1047,13 +869,16 @@ class EngineLoop:
     )
 
   def _begin_anew(self) -> None:
-    """Starts the thread again; `_wake` is held, so that nobody stops it."""
+    """Starts the thread again; `_wake` is held, so that nobody stops it.
+
+    The new thread has the weights of the old one, or those that it was about to
+    take, and all its requests from their first token. Sampling is keyed by
+    position, so under the same weights they say what they would have said.
+    """
     self._tell_death('restart')
     self._pending = self._pending or self._taking
     self._state = self._taking = None
-    self._cache = self._empty_cache()
-    running = [r for r in self._slots if r is not None]
-    self._slots = [None] * len(self._slots)
+    running = self._slots.clear()
     self.counts.restarted_tokens += sum(map(len, running))
     self._queue.extendleft(self._anew(r) for r in reversed(running))
     self.start()
@@ -1081,16 +906,3 @@ def require_living(loops: Sequence[EngineLoop], evicts: bool) -> None:
 def _others() -> contextlib.AbstractContextManager:
   """Around calls of others, who may send to devices what they like."""
   return jax.transfer_guard('allow')
-
-
-def _routing_of(running: _Running, end: int | None) -> np.ndarray | None:
-  """[P + T, L, k] recorded choices of the prompt and T = `end` tokens.
-
-  None for all tokens. The last one drawn was never fed: its choices are -1.
-  None where nothing is recorded, and for a request that never had a slot.
-  """
-  if not running.routing:
-    return None
-  fed = np.concatenate(running.routing)
-  fed = np.concatenate([fed, np.full_like(fed[:1], UNKNOWN)])
-  return fed if end is None else fed[: len(running.request.prompt_ids) + end]

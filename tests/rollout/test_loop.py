@@ -20,11 +20,11 @@ from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.rollout.loop import (
     EngineLoop,
     EngineStopped,
-    Ticket,
     require_living,
     stop_all,
 )
 from areal_jax.rollout.sampling import SamplingFeatures
+from areal_jax.rollout.slots import Ticket
 from areal_jax.rollout.workflow import answer_of
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.events import EventLog
@@ -830,7 +830,7 @@ def test_preempted_answers_are_those_of_an_undisturbed_run(engine, tight, seed):
   same_answers(got, undisturbed)
   assert loop.counts.preemptions > 0
   assert loop.counts.peak_pages <= 9
-  assert loop._cache.used == 0  # and every page has come back
+  assert loop._slots.cache.used == 0  # and every page has come back
 
 
 @pytest.fixture(scope='module')
@@ -930,7 +930,7 @@ def test_data_shards_answer_as_one_device_does(halves, undisturbed):
   assert counter.names_since_warm == []
   assert loop.counts.preemptions > 0
   assert 9 < loop.counts.peak_pages <= 18  # of both shards
-  assert loop._cache.used == 0
+  assert loop._slots.cache.used == 0
 
 
 @pytest.mark.parametrize('swap', ['recompute', 'restart'])
@@ -950,7 +950,7 @@ def test_each_part_of_exact_has_a_name(engine):
         engine, '0', swap='recompute', events=EventLog(None), exact=exact
     )
     assert (loop.exact, loop.one_width, loop.all_slots) == (exact,) * 3
-    cache = loop._cache
+    cache = loop._slots.cache
     assert (cache.one_by_one, cache.whole_pieces) == (exact,) * 2
 
 
