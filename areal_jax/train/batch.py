@@ -126,7 +126,11 @@ def minibatches_of(
   for members in dealt:
     own = slice(start, start + len(members))
     start = own.stop
-    given = found.advantages[own]
+    # What is left out of the loss has no part in it, whatever it is worth.
+    given = [
+        advantage * (t.loss_mask > 0)
+        for t, advantage in zip(members, found.advantages[own])
+    ]
     rows = {}
     if scores.values is not None:
       layout = packing.lay([len(t.ids) for t in members], settings.packing)

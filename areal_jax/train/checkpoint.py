@@ -469,6 +469,7 @@ class Checkpointer:
     self.saved = 0
     self.failed = 0
     self._pending: tuple[int, concurrent.futures.Future] | None = None
+    self._gave_up = False  # a write took longer than `wait_s`
     self._begun = 0.0  # monotonic second of the last save
     self._ratings: collections.deque[concurrent.futures.Future] = (
         collections.deque()
@@ -587,6 +588,7 @@ class Checkpointer:
     try:
       error = future.exception(self._settings.wait_s)
     except concurrent.futures.TimeoutError as timeout:
+      self._gave_up = True
       raise CheckpointError(
           f'checkpoint {path} is not written after {self._settings.wait_s:g} s'
       ) from timeout
@@ -614,9 +616,11 @@ class Checkpointer:
     return None if step is None else verify(at_step(self._folder, step))
 
   def close(self) -> None:
-    """Lets the thread finish what it has. Raises nothing; see `wait`."""
-    # A write that `wait` has given up is not waited for once more.
-    self._thread.shutdown(wait=self._pending is None)
+    """Lets the thread finish what it has. Raises nothing; see `wait`.
+
+    A write that `wait` gave up is not waited for again.
+    """
+    self._thread.shutdown(wait=not self._gave_up)
     logging.getLogger('absl').removeFilter(self._quiet)
 
   # In the thread.
