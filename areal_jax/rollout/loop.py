@@ -6,10 +6,10 @@ dispatches of up to k decode steps the loop takes new weights, admits waiting
 requests into free slots, caches what they begin with and hands finished ones
 back; it waits only when no slot is active and nothing is queued.
 
-Who is in which slot is kept in `slots`, which pages are whose in `cache`, how
-long a dispatch is in `pace`. Two loops may run one engine, each with a decode
-state and weights of its own: evaluation does so beside training, and nothing
-is compiled twice.
+Who is in which slot is kept in `slots`, which pages are whose in `cache`, what
+a dispatch is made of in `dispatch`. Two loops may run one engine, each with a
+decode state and weights of its own: evaluation does so beside training, and
+nothing is compiled twice.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import numpy as np
 
 from areal_jax.rollout import engine_programs
 from areal_jax.rollout.decode_state import Pieces, StepResult
+from areal_jax.rollout.dispatch import DispatchChoice
 from areal_jax.rollout.engine import Engine
-from areal_jax.rollout.pace import Pace
 from areal_jax.rollout.slots import Running, Slots, Ticket, completion_of
 from areal_jax.rollout.stopping import Stop, StopStrings
 from areal_jax.telemetry.events import EventLog
@@ -49,9 +49,6 @@ SwapMode = Literal['recompute', 'keep', 'drain', 'restart']
 Health = Literal['waiting', 'busy', 'dead']
 Params = Any
 
-# Dispatches that a program for few slots would have served before it is worth
-# its compilation.
-_WORTH_COMPILING = 128
 _STOP_SECONDS = 600.0  # for a dispatch that is under way, or a compilation
 _SHOWN = 8  # slots that an explanation lists
 _NOTHING = 'nothing yet'
@@ -167,9 +164,7 @@ class EngineLoop:
     self._state = None
     self._slots = Slots(engine, exact)
     self._release_idle = release_idle
-    self._pace = Pace(engine.settings.steps)
-    # Dispatches that a program for few slots would have served.
-    self._missed: collections.Counter[Name] = collections.Counter()
+    self._choice = DispatchChoice(engine, self._slots, self.all_slots)
     self._paced_from: float | None = None  # when the last dispatch was read
     # Ended, their slots free again, and not answered yet.
     self._finished: list[tuple[Any, ...]] = []
@@ -669,9 +664,11 @@ class EngineLoop:
   def _decode(self) -> None:
     if not self._slots.any_active():
       return
-    version, k = self._weights.version, self._steps()
+    version = self._weights.version
+    # New weights come before any who waits for a slot.
+    k = self._choice.steps(bool(self._queue) and not self._pending)
     columns = self._make_room(k)
-    slots = self._few(columns)
+    slots = self._choice.few(columns)
     tables = self._slots.cache.tables
     tables = tables if slots is None else tables[slots]
     tables = tables[:, :columns].copy()  # they go on changing
@@ -690,7 +687,7 @@ class EngineLoop:
       result = jax.device_get(result)
     read, steps = time.monotonic(), int(result.steps.max())
     if self._paced_from is not None:  # decoding and admissions since then
-      self._pace.took(steps, read - self._paced_from)
+      self._choice.pace.took(steps, read - self._paced_from)
     self._paced_from = read
     tokens = int(result.valid.sum())
     self.counts.tokens += tokens
@@ -757,48 +754,9 @@ class EngineLoop:
       else:
         ending = (StopReason.LENGTH, None)
       if ending[0] is not StopReason.LENGTH:
-        self._pace.ended(len(running))
+        self._choice.pace.ended(len(running))
       self._finished.append((running, *ending))
     return cut
-
-  def _few(self, columns: int) -> np.ndarray | None:
-    """[R] int32 slots, the active among them, if not all need to decode.
-
-    Of each data shard there are as many, enough for the one with the most.
-
-    A program for few is worth its compilation only if it would be used often.
-    All slots can do the same until it is there; fewer rows round otherwise in
-    the last bits.
-    """
-    if self.all_slots:
-      return None
-    shards, share = self.engine.shards, self.engine.share
-    active = self._slots.active().reshape(shards, share.slots)
-    most = active.sum(axis=1).max()
-    for rows in reversed(share.decode_rows[1:]):
-      if most > rows:
-        continue
-      name = engine_programs.generate_name(shards * rows, columns)
-      self._missed[name] += 1
-      if self._missed[name] == _WORTH_COMPILING:
-        self.engine.programs.want(name)
-      if self.engine.programs.ready(name):
-        # The active ones first, otherwise in order.
-        chosen = np.argsort(~active, axis=1, kind='stable')[:, :rows]
-        first = np.arange(shards)[:, None] * share.slots
-        return (first + chosen).reshape(-1).astype(np.int32)
-    return None
-
-  def _steps(self) -> int:
-    """How many steps the next dispatch takes."""
-    if not self._queue or self._pending:
-      return self.engine.settings.steps  # nobody waits for a slot
-    active = [r for r in self._slots.occupied().values() if r.active]
-    asked = [r.request.sampling for r in active]
-    return self._pace.steps(
-        np.array([r.limit - r.length for r in active]),
-        np.array([bool(a.stop_ids or a.stop_strings) for a in asked]),
-    )
 
   def _hand_out(self) -> None:
     """Answers the requests that have ended."""

@@ -12,8 +12,8 @@ import pytest
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import mesh_of
 from areal_jax.models import transformer
+from areal_jax.rollout import dispatch as dispatch_lib
 from areal_jax.rollout import engine as engine_lib
-from areal_jax.rollout import loop as loop_lib
 from areal_jax.rollout.client import EngineClient
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.engine_settings import EngineSettings
@@ -298,8 +298,8 @@ def test_dispatches_end_with_a_limit_where_requests_wait(engine, monkeypatch):
   monkeypatch.setattr(engine, 'generate_steps', recorded)
   with Running(engine, weights=False) as running:
     # A dispatch costs something beside its steps.
-    running.loop._pace.took(1, 1.1)
-    running.loop._pace.took(4, 4.1)
+    running.loop._choice.pace.took(1, 1.1)
+    running.loop._choice.pace.took(4, 4.1)
     running.submit(*(tiny.request(f'{i}', new=6, draw=i) for i in range(9)))
     running.set_weights(0)
     running.wait(9)
@@ -1179,7 +1179,7 @@ def test_few_who_are_left_decode_by_themselves(broad, exact, monkeypatch):
 def test_program_of_few_rows_is_compiled_when_it_would_often_be_used(
     monkeypatch,
 ):
-  monkeypatch.setattr(loop_lib, '_WORTH_COMPILING', 16)
+  monkeypatch.setattr(dispatch_lib, '_WORTH_COMPILING', 16)
   settings = dataclasses.replace(SETTINGS, slots=16)
   engine = Engine(tiny.config(), settings, tiny.mesh(), Rules())
   engine.compile_ahead(engine.abstract_weights())
@@ -1189,7 +1189,7 @@ def test_program_of_few_rows_is_compiled_when_it_would_often_be_used(
 
   def recorded(params, state, k, tables, slots):
     rows.append(len(tables))
-    if len(rows) == loop_lib._WORTH_COMPILING:
+    if len(rows) == dispatch_lib._WORTH_COMPILING:
       engine.programs.wait(name)  # as if it took no time
     return dispatch(params, state, k, tables, slots)
 
@@ -1200,7 +1200,7 @@ def test_program_of_few_rows_is_compiled_when_it_would_often_be_used(
       running.submit(request)
       running.wait(1 + asked.index(request))
   few = rows.index(8)
-  assert few == loop_lib._WORTH_COMPILING and set(rows[few + 1 :]) == {8}
+  assert few == dispatch_lib._WORTH_COMPILING and set(rows[few + 1 :]) == {8}
 
 
 def test_a_prompt_alone_does_not_wait_for_a_program_of_its_own(monkeypatch):
