@@ -206,11 +206,11 @@ def _save_checkpoint(
   # pylint: disable=g-import-not-at-top
   from areal_jax import resume
   from areal_jax.telemetry.events import EventLog
-  from areal_jax.train import checkpoint, pretrained
+  from areal_jax.train import checkpoint, checkpoint_writer, pretrained
   from areal_jax.train.state import Role, TrainState
 
   state = TrainState({'policy': Role(dict(params), {})})
-  writer = checkpoint.Checkpointer(
+  writer = checkpoint_writer.Checkpointer(
       folder, checkpoint.CheckpointSettings(), events=EventLog(None)
   )
   one = list(files) == [tokenizer_files.MODEL]

@@ -39,7 +39,7 @@ from areal_jax.telemetry.events import EventLog
 from areal_jax.telemetry.metric_writer import MetricWriter
 from areal_jax.telemetry.progress import Progress
 from areal_jax.telemetry.schedule import Schedule, ScheduleError
-from areal_jax.train import checkpoint, memory, pretrained
+from areal_jax.train import checkpoint, checkpoint_tensors, memory, pretrained
 from areal_jax.train.checkpoint import CheckpointError, Saved
 from areal_jax.train.trainer import Trainer
 
@@ -274,7 +274,9 @@ def _trainer(
   trainer = build_trainer(prepared, params, mesh, rules)
   if saved is not None:
     axes = pretrained.vocabulary_axes(prepared.model)
-    trainer.restore(lambda like: checkpoint.restore_state(saved, like, axes))
+    trainer.restore(
+        lambda like: checkpoint_tensors.restore_state(saved, like, axes)
+    )
   return trainer
 
 

@@ -43,12 +43,11 @@ from areal_jax.telemetry.schedule import ScheduleWriter
 from areal_jax.tokenizer import special_tokens
 from areal_jax.train import checkpoint, pretrained
 from areal_jax.train.checkpoint import (
-    Checkpointer,
     CheckpointError,
     CheckpointSettings,
-    Part,
     Saved,
 )
+from areal_jax.train.checkpoint_writer import Checkpointer, Part
 from areal_jax.train.state import TrainState
 from areal_jax.types import DropReason, Group
 

@@ -92,9 +92,9 @@ from areal_jax.telemetry.samples import LimitedLog, SampleWriter
 from areal_jax.telemetry.schedule import ScheduleWriter
 from areal_jax.telemetry.stopwatch import Stopwatch
 from areal_jax.telemetry.text_log import TextLog
-from areal_jax.train import checkpoint, memory, pretrained
+from areal_jax.train import checkpoint_tensors, memory, pretrained
+from areal_jax.train.outcome import NonFiniteError
 from areal_jax.train.state import with_no_skips
-from areal_jax.train.step import NonFiniteError
 from areal_jax.train.trainer import Pending, Trainer
 from areal_jax.types import (
     Draw,
@@ -927,7 +927,9 @@ class Session:
     saved, carried = self._start.saved, self._carried
     axes = pretrained.vocabulary_axes(self._prepared.model)
     with self._events.span('restore', 'checkpoint', version=saved.version):
-      trainer.restore(lambda like: checkpoint.restore_state(saved, like, axes))
+      trainer.restore(
+          lambda like: checkpoint_tensors.restore_state(saved, like, axes)
+      )
     self._shuffle.setstate(carried.shuffle)
     self._scorer.counts.update(carried.sums['rewards'])
     self._counted = dict(self._scorer.counts)

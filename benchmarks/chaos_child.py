@@ -44,7 +44,7 @@ def install_faults() -> None:
   from areal_jax import session
   from areal_jax.rollout.engine import Engine
   from areal_jax.sandbox.pool import KillablePool
-  from areal_jax.train.checkpoint import Checkpointer
+  from areal_jax.train.checkpoint_writer import Checkpointer
 
   step, write = Engine.generate_steps, Checkpointer._write
   start = KillablePool.start

@@ -53,9 +53,10 @@ from areal_jax.models.config import ModelConfig
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.engine_settings import EngineSettings
 from areal_jax.train import packing
+from areal_jax.train.objectives import policy_objective
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings, Shape
-from areal_jax.train.step import TrainStep, policy_objective
+from areal_jax.train.step import TrainStep
 from areal_jax.types import Microbatch, Request, SamplingParams
 from benchmarks import report, serving
 

@@ -39,10 +39,11 @@ from areal_jax.rollout.loop import EngineLoop
 from areal_jax.rollout.workflow import SingleTurn, WorkflowContext
 from areal_jax.telemetry.events import EventLog
 from areal_jax.train import packing
+from areal_jax.train.objectives import policy_objective
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.state import Role, TrainState
-from areal_jax.train.step import TrainStep, policy_objective
+from areal_jax.train.step import TrainStep
 from areal_jax.types import Draw, RewardResult, RewardStatus, Trajectory
 from benchmarks import report
 from experiments import smollm2

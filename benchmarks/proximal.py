@@ -28,10 +28,11 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut, machine_devices
 from areal_jax.models import transformer
 from areal_jax.train.batch import minibatches_of
+from areal_jax.train.objectives import Batch
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.settings import TrainSettings
 from areal_jax.train.state import TrainState
-from areal_jax.train.step import Batch, TrainStep
+from areal_jax.train.step import TrainStep
 from areal_jax.train.trainer import build_steps
 from areal_jax.types import (
     Draw,

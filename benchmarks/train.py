@@ -48,9 +48,10 @@ from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.models.config import ModelConfig
 from areal_jax.train import packing
+from areal_jax.train.objectives import policy_objective
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings, Shape
-from areal_jax.train.step import TrainStep, policy_objective
+from areal_jax.train.step import TrainStep
 from areal_jax.types import (
     Microbatch,
     RewardResult,

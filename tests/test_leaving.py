@@ -16,9 +16,10 @@ from areal_jax.cluster.watchdog import Watchdog
 from areal_jax.rollout.workflow import SingleTurn
 from areal_jax.telemetry import run_folder
 from areal_jax.train import checkpoint
-from areal_jax.train.checkpoint import Checkpointer, CheckpointSettings
+from areal_jax.train.checkpoint import CheckpointSettings
+from areal_jax.train.checkpoint_writer import Checkpointer
 from areal_jax.train.optimizer import OptimizerSettings
-from areal_jax.train.step import NonFiniteError
+from areal_jax.train.outcome import NonFiniteError
 from areal_jax.train.trainer import Pending, Trainer
 from areal_jax.types import Purpose
 from tests.limits import WAIT_S, wait_until

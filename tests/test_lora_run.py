@@ -17,7 +17,7 @@ from areal_jax.models.config import LoraSettings
 from areal_jax.prepare.prepared import prepare
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
-from areal_jax.train import checkpoint, pretrained
+from areal_jax.train import checkpoint, checkpoint_tensors, pretrained
 from areal_jax.train.checkpoint import CheckpointSettings
 from tests import tiny
 from tests.test_resume import state_of
@@ -89,9 +89,9 @@ def test_only_adapters_move(whole):
   _, base = base_of(whole)
   leaves = jax.tree.leaves_with_path(base)
   frozen = {n.removeprefix(FROZEN) for n in state if n.startswith(FROZEN)}
-  assert frozen == {checkpoint.name_of(path) for path, _ in leaves}
+  assert frozen == {checkpoint_tensors.name_of(path) for path, _ in leaves}
   for path, leaf in leaves:
-    name = FROZEN + checkpoint.name_of(path)
+    name = FROZEN + checkpoint_tensors.name_of(path)
     np.testing.assert_array_equal(state[name], leaf, err_msg=name)
   moved = [n for n in state if n.startswith(LEARNS)]
   assert len(moved) == 2 * len(ADAPTED)

@@ -21,7 +21,7 @@ from areal_jax.telemetry.schedule import Schedule, ScheduleWriter
 from areal_jax.train import checkpoint
 from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings
-from areal_jax.train.step import NonFiniteError
+from areal_jax.train.outcome import NonFiniteError
 from tests.test_resume import settings as demanding
 from tests.test_resume import state_of
 from tests.test_session import assert_same_bits, experiment, policy_of

@@ -29,7 +29,7 @@ from areal_jax.models import hf
 from areal_jax.prepare.prepared import prepare
 from areal_jax.telemetry import run_folder
 from areal_jax.telemetry.jsonl import read_jsonl
-from areal_jax.train import checkpoint, pretrained
+from areal_jax.train import checkpoint, checkpoint_tensors, pretrained
 from areal_jax.train.checkpoint import CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings
 from tests import records
@@ -104,7 +104,7 @@ def state_of(folder):
       name: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
       for name, (dtype, shape) in saved.tensors.items()
   }
-  return saved.step, checkpoint._read_tensors(saved, wanted)
+  return saved.step, checkpoint_tensors.read_tensors(saved, wanted)
 
 
 def steps_of(folder):

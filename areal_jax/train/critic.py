@@ -15,8 +15,8 @@ from jax import Array
 from areal_jax.config import require
 from areal_jax.losses import value
 from areal_jax.losses.value import ValueLoss
+from areal_jax.train.objectives import Batch, Objective
 from areal_jax.train.optimizer import OptimizerSettings
-from areal_jax.train.step import Batch, Objective
 
 
 @dataclasses.dataclass

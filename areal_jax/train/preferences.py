@@ -23,9 +23,10 @@ from areal_jax.losses.supervised import PreferenceKind
 from areal_jax.mesh.rules import Rules
 from areal_jax.models.config import ModelConfig
 from areal_jax.train import packing
+from areal_jax.train.objectives import Batch, Objective, Scores
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
-from areal_jax.train.step import Batch, Objective, Scores, TrainStep
+from areal_jax.train.step import TrainStep
 from areal_jax.train.supervised import batches, run_updates
 
 # Prompt, preferred answer, other answer: token ids.

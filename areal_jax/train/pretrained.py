@@ -29,7 +29,7 @@ from areal_jax.models import hf, lora, peft, transformer
 from areal_jax.models.config import LoraSettings, ModelConfig
 from areal_jax.models.hf_config import config_from_hf, config_to_hf
 from areal_jax.telemetry import run_folder
-from areal_jax.train import checkpoint
+from areal_jax.train import checkpoint, checkpoint_tensors
 from areal_jax.train.checkpoint import CheckpointError, Saved
 
 Params = dict[str, Any]
@@ -102,7 +102,7 @@ class Pretrained:
     saved_as = dataclasses.replace(base, lora=held)
     like = _like(saved_as, mesh, rules)
     try:
-      found, _ = checkpoint.restore_params(
+      found, _ = checkpoint_tensors.restore_params(
           self.saved, like, vocabulary_axes(config)
       )
     except CheckpointError as error:
@@ -149,7 +149,7 @@ class Pretrained:
               held, "none, or policy.load='all'")  # fmt: skip
       # Another number of tokens is another vocabulary, and not its padding.
       same = _read_shape(self.saved)['vocab_size'] == config.vocab_size
-      found, left = checkpoint.restore_params(
+      found, left = checkpoint_tensors.restore_params(
           self.saved, like, vocabulary_axes(config) if same else {},
           matching=True,
       )  # fmt: skip
@@ -238,5 +238,5 @@ def _like(
 def _placed(tree: Params, found: dict[str, Any]) -> Params:
   """The tree with the leaves of these names replaced."""
   return jax.tree.map_with_path(
-      lambda path, leaf: found.get(checkpoint.name_of(path), leaf), tree
+      lambda path, leaf: found.get(checkpoint_tensors.name_of(path), leaf), tree
   )

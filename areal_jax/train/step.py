@@ -21,9 +21,8 @@ is handed out before the host hears of it moves nothing and is not counted.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, Callable, Literal, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import jax
 from jax import Array
@@ -33,26 +32,33 @@ import numpy as np
 import optax
 
 from areal_jax.config import require
-from areal_jax.losses import logprobs, masking, policy, statistics, supervised
+from areal_jax.losses import logprobs, statistics
 from areal_jax.mesh.rules import Rules
 from areal_jax.models import heads, lora, moe, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import Routing
 from areal_jax.telemetry.programs import Name, Programs
 from areal_jax.train import packing as packing_lib
+from areal_jax.train.objectives import Batch, Objective, Scores
 from areal_jax.train.optimizer import (
     OptimizerSettings,
     learning_rate,
     make_optimizer,
     squared_norms,
 )
+from areal_jax.train.outcome import NonFiniteError, UpdateOutcome
 from areal_jax.train.packing import PackingSettings, Shape
+from areal_jax.train.placement import (
+    NetworkKind,
+    PyTree,
+    abstract_network,
+    moment_shardings,
+    shardings_of,
+    with_shardings,
+    zeros,
+)
 from areal_jax.train.state import Counters, Role, TrainState
 from areal_jax.types import Microbatch
-
-PyTree = Any
-NetworkKind = Literal['policy', 'value', 'reward']
-Batch = Mapping[str, Array]
 
 # The loss holds a few arrays of this size at once, instead of some of the size
 # of a whole microbatch's logits.
@@ -61,118 +67,6 @@ LOGIT_BYTES = 1 << 27
 # each part anew: with parts of the size above, a row of 32,768 tokens and a
 # vocabulary of 152,000 that was most of what a step sent.
 LOGIT_BYTES_OF_CHIPS = 1 << 29
-
-
-class NonFiniteError(FloatingPointError):
-  """Too many updates in a row were skipped for a gradient without a value."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-  """Log-probs of a microbatch, [B, T] float32 nats, unshifted.
-
-  Attributes:
-    logps: of the policy that learns; carries the gradient.
-    entropy: of its distribution at each token; carries gradient too.
-    proximal_logps: under the weights that the step started from; constant.
-    reference_logps: under the reference policy; constant; None without one.
-  """
-
-  logps: Array
-  entropy: Array
-  proximal_logps: Array
-  reference_logps: Array | None
-
-
-# (what the network says, batch) -> loss and statistics with names in _sum and
-# _max. A policy says `Scores`; a critic and a reward model [B, T], see `score`.
-Objective = Callable[[Any, Batch], tuple[Array, dict[str, Array]]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-  """What came of one minibatch, numpy values.
-
-  Attributes:
-    applied: whether parameters moved.
-    gradient_norm: before clipping; not finite if the update was skipped.
-    update_norm: of the change of the parameters; 0 if nothing moved.
-    learning_rate: of this update, applied or not.
-    loss: of the minibatch, divided by its token count.
-    idle_updates: without anything to learn, since the start of the run.
-    skipped_updates: skipped since the start of the run.
-    consecutive_skips: skipped in a row up to and with this one.
-    nonfinite: names of the tensors whose gradient was not finite.
-    stats: see the objective.
-  """
-
-  applied: bool
-  gradient_norm: float
-  update_norm: float
-  learning_rate: float
-  loss: float
-  idle_updates: int
-  skipped_updates: int
-  consecutive_skips: int
-  nonfinite: tuple[str, ...]
-  stats: Mapping[str, float | np.ndarray]
-
-
-def policy_objective(settings: policy.PolicyLoss) -> Objective:
-  """The policy loss of these settings, with statistics by age.
-
-  The batch has 'kept' where the settings have a `second_moment`.
-  """
-
-  def objective(scores: Scores, batch: Batch):
-    mask = batch['loss_mask']
-    entropy = scores.entropy
-    if not settings.entropy_coefficient:  # measured only: no backward pass
-      entropy = jax.lax.stop_gradient(entropy)
-    fresh = mask * (batch['versions'] == batch['version'])
-    ages = batch['version'] - batch['versions']
-    loss, stats = policy.policy_loss(
-        scores.logps,
-        scores.proximal_logps,
-        batch['behavior_logps'],
-        batch['advantages'],
-        mask,
-        denominator=batch['denominator'],
-        settings=settings,
-        segment_ids=batch['segment_ids'],
-        ages=ages,
-        kept=batch.get('kept'),
-        reference_logps=scores.reference_logps,
-        entropy=entropy,
-        fresh=fresh,
-    )
-    gap = jnp.abs(scores.proximal_logps - batch['behavior_logps'])
-    stats['gap_sum'] = masking.masked_sum(gap, mask)
-    if settings.proximal != 'exact':
-      # There the loss has seen a stand-in; engine and trainer are compared by
-      # what the weights really say.
-      stats |= {
-          'fresh_gap_sum': masking.masked_sum(gap, fresh),
-          'fresh_gap_max': masking.masked_max(gap, fresh),
-      }
-      stats |= statistics.gap_by_age(
-          jnp.where(mask > 0, scores.proximal_logps, 0.0),
-          jnp.where(mask > 0, batch['behavior_logps'], 0.0),
-          mask,
-          ages,
-      )
-    return loss, jax.lax.stop_gradient(stats)
-
-  return objective
-
-
-def supervised_objective(scores: Scores, batch: Batch):
-  """Negative log-likelihood of the tokens in the loss mask."""
-  mask = batch['loss_mask']
-  loss = supervised.sft_loss(
-      scores.logps, mask, denominator=batch['denominator']
-  )
-  return loss, {'tokens_sum': masking.masked_count(mask)}
 
 
 class TrainStep:
@@ -372,7 +266,7 @@ class TrainStep:
 
   def state_shardings(self) -> TrainState:
     """Shardings of a state, to place one that was loaded from a checkpoint."""
-    return TrainState(_shardings(self.abstract_state.roles), self._everywhere)
+    return TrainState(shardings_of(self.abstract_state.roles), self._everywhere)
 
   def place(
       self,
@@ -407,7 +301,7 @@ class TrainStep:
       raise ValueError(
           f'a microbatch is of {shape}, wanted one of {self._shapes}'
       )
-    return jax.device_put(arrays, _shardings(self._batch(shape)))
+    return jax.device_put(arrays, shardings_of(self._batch(shape)))
 
   def rows(self, values: np.ndarray) -> Array:
     """Sends [B, T] float32 to where the rows of a microbatch lie."""
@@ -489,7 +383,7 @@ class TrainStep:
         outcome
     )
 
-  def fetch(self, outcomes: Sequence[PyTree], step: int) -> list[Outcome]:
+  def fetch(self, outcomes: Sequence[PyTree], step: int) -> list[UpdateOutcome]:
     """Brings outcomes to the host, in one transfer.
 
     Args:
@@ -501,7 +395,9 @@ class TrainStep:
     """
     return self.outcomes(jax.device_get(list(outcomes)), step)
 
-  def outcomes(self, fetched: Sequence[PyTree], step: int) -> list[Outcome]:
+  def outcomes(
+      self, fetched: Sequence[PyTree], step: int
+  ) -> list[UpdateOutcome]:
     """Outcomes that are on the host already; see `fetch`."""
     found = [self._outcome(raw) for raw in fetched]
     for outcome in found:
@@ -515,7 +411,7 @@ class TrainStep:
         )
     return found
 
-  def _outcome(self, raw: Mapping[str, Any]) -> Outcome:
+  def _outcome(self, raw: Mapping[str, Any]) -> UpdateOutcome:
     norm = float(raw['gradient_norm'])
     named = zip(self._names, raw['squared_norms'], strict=True)
     nonfinite = [name for name, square in named if not np.isfinite(square)]
@@ -523,7 +419,7 @@ class TrainStep:
       nonfinite.insert(0, 'loss')
     if not nonfinite and not np.isfinite(norm):
       nonfinite.append('the global norm, which overflows')
-    return Outcome(
+    return UpdateOutcome(
         applied=bool(raw['applied']),
         gradient_norm=norm,
         update_norm=float(raw['update_norm']),
@@ -737,13 +633,13 @@ class TrainStep:
   def abstract_state(self) -> TrainState:
     """Shape and sharding of a state, its own roles alone."""
     learner = jax.eval_shape(self._initialise, self._params)
-    learns, stays = self._partition(_shardings(self._params))
+    learns, stays = self._partition(shardings_of(self._params))
     moments = moment_shardings(
         learner.optimizer, self._learns, self._everywhere
     )
     counters = jax.tree.map(lambda _: self._everywhere, learner.counters)
     placed = Role(learns, stays, moments, counters)
-    roles = {self.role: _with_shardings(learner, placed)}
+    roles = {self.role: with_shardings(learner, placed)}
     if self._reference is not None:
       held = abstract_network(
           self._reference, 'policy', self._mesh, self._rules
@@ -760,7 +656,7 @@ class TrainStep:
         self._traced_once, roles, self._summed_batch(self._shapes[0])
     )
     return {
-        'gradient': _with_shardings(gradient, _shardings(self._learns)),
+        'gradient': with_shardings(gradient, shardings_of(self._learns)),
         'loss': self._replicated(loss),
         'stats': self._replicated(stats),
         'routing': self._replicated(routing),
@@ -826,19 +722,19 @@ class TrainStep:
     state = self.abstract_state
     learner = state.roles[self.role]
     if name == 'initialise':
-      return self._initialise, (self._params,), (0,), _shardings(learner)
+      return self._initialise, (self._params,), (0,), shardings_of(learner)
     if name == 'copy':
       copy = functools.partial(jax.tree.map, jnp.copy)
-      return copy, (self._learns,), (), _shardings(self._learns)
+      return copy, (self._learns,), (), shardings_of(self._learns)
     if name == 'no_load':
       load = self._abstract_load
-      return functools.partial(_zeros, load), (), (), self._everywhere
+      return functools.partial(zeros, load), (), (), self._everywhere
     total = self.abstract_total
     if name == 'zeros':
-      return functools.partial(_zeros, total), (), (), _shardings(total)
+      return functools.partial(zeros, total), (), (), shardings_of(total)
     if name == 'apply':
       teaches = self._replicated(jax.ShapeDtypeStruct((), jnp.bool_))
-      placed = (_shardings(learner), self._everywhere)
+      placed = (shardings_of(learner), self._everywhere)
       return self._apply, (learner, total, teaches), (0,), placed
     batch = self._batch(shape)
     logps = batch['behavior_logps']
@@ -853,38 +749,12 @@ class TrainStep:
     roles, batch = self._scored_roles(state), self._summed_batch(shape)
     if name == 'accumulate_around':
       batch = {**batch, 'proximal_logps': logps}
-    return self._accumulate, (total, roles, batch), (0,), _shardings(total)
+    return self._accumulate, (total, roles, batch), (0,), shardings_of(total)
 
   def _replicated(self, shapes: PyTree) -> PyTree:
-    return _with_shardings(
+    return with_shardings(
         shapes, jax.tree.map(lambda _: self._everywhere, shapes)
     )
-
-
-def moment_shardings(
-    moments: PyTree, learns: PyTree, otherwise: NamedSharding
-) -> PyTree:
-  """Where the state of an optimizer lives.
-
-  Moments have the names of their parameters at the end of their own, whatever
-  the optimizer. Those of the same shape lie as their parameter does; others
-  (counts, rows and columns of a factored moment) are small and lie everywhere.
-
-  Args:
-    moments: the state, as shapes.
-    learns: parameters as `jax.ShapeDtypeStruct`s with shardings.
-    otherwise: of what has no parameter's shape.
-  """
-  known = dict(jax.tree.leaves_with_path(learns))
-
-  def place(path, leaf):
-    for start in range(len(path)):
-      own = known.get(path[start:])
-      if own is not None and own.shape == leaf.shape:
-        return own.sharding
-    return otherwise
-
-  return jax.tree.map_with_path(place, moments)
 
 
 def _matrix_sides(config: ModelConfig, kind: NetworkKind) -> PyTree:
@@ -903,37 +773,3 @@ def _load(routing: Routing, batch: Batch) -> dict[str, Array]:
   """Choices of each expert, and the real tokens that made them."""
   real = batch['segment_ids'] != 0
   return {'counts': routing.counts, 'tokens': real.sum(dtype=jnp.float32)}
-
-
-def abstract_network(
-    config: ModelConfig, kind: NetworkKind, mesh: Mesh, rules: Rules
-) -> PyTree:
-  """Shape and sharding of a network's parameters."""
-  if kind == 'policy':
-    shapes = transformer.abstract_params(config)
-    return _with_shardings(
-        shapes, transformer.param_shardings(config, mesh, rules)
-    )
-  return _with_shardings(
-      heads.abstract_params(config, kind),
-      heads.param_shardings(config, kind, mesh, rules),
-  )
-
-
-def _zeros(shapes: PyTree) -> PyTree:
-  return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def _shardings(shapes: PyTree) -> PyTree:
-  return jax.tree.map(lambda leaf: leaf.sharding, shapes)
-
-
-def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
-  """Shapes that also say where they live."""
-  return jax.tree.map(
-      lambda leaf, sharding: jax.ShapeDtypeStruct(
-          leaf.shape, leaf.dtype, sharding=sharding
-      ),
-      shapes,
-      shardings,
-  )

@@ -15,8 +15,8 @@ import numpy as np
 from areal_jax.losses import advantages as advantages_lib
 from areal_jax.losses import statistics
 from areal_jax.train.batch import BatchScores, kl_token_rewards, score_of
+from areal_jax.train.outcome import UpdateOutcome
 from areal_jax.train.settings import TrainSettings
-from areal_jax.train.step import Outcome
 from areal_jax.types import Group, StopReason, Trajectory
 
 
@@ -62,7 +62,7 @@ def record_metrics(
 
 
 def summarize(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[UpdateOutcome],
     denominators: Sequence[float],
     *,
     exact: bool = True,
@@ -143,7 +143,7 @@ def summarize(
 
 
 def summarize_critic(
-    outcomes: Sequence[Outcome], denominators: Sequence[float]
+    outcomes: Sequence[UpdateOutcome], denominators: Sequence[float]
 ) -> dict[str, float]:
   """Metrics of the critic from the sums of its updates.
 
@@ -204,7 +204,7 @@ def _gaps(
   }
 
 
-def merged(outcomes: Sequence[Outcome]) -> dict[str, float | np.ndarray]:
+def merged(outcomes: Sequence[UpdateOutcome]) -> dict[str, float | np.ndarray]:
   """The statistics of several updates together: maxima of `_max`, else sums."""
 
   def together(name):
@@ -214,7 +214,7 @@ def merged(outcomes: Sequence[Outcome]) -> dict[str, float | np.ndarray]:
   return {name: together(name) for name in outcomes[0].stats}
 
 
-def _norms(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def _norms(outcomes: Sequence[UpdateOutcome]) -> dict[str, float]:
   finite = [o.gradient_norm for o in outcomes if math.isfinite(o.gradient_norm)]
   return {
       'gradient_norm': float(np.mean(finite)) if finite else math.nan,

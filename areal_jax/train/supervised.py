@@ -18,10 +18,11 @@ from areal_jax.config import require
 from areal_jax.mesh.rules import Rules
 from areal_jax.models.config import ModelConfig
 from areal_jax.train import packing
+from areal_jax.train.objectives import supervised_objective
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.state import TrainState
-from areal_jax.train.step import TrainStep, supervised_objective
+from areal_jax.train.step import TrainStep
 from areal_jax.types import Microbatch
 
 # A prompt and the answer to imitate, token ids.

@@ -38,9 +38,10 @@ from areal_jax.train.batch import (
     replayed_routing,
 )
 from areal_jax.train.critic import value_objective
+from areal_jax.train.objectives import Batch, policy_objective
 from areal_jax.train.settings import TrainSettings
 from areal_jax.train.state import TrainState
-from areal_jax.train.step import Batch, TrainStep, policy_objective
+from areal_jax.train.step import TrainStep
 from areal_jax.train.summary import (
     masked_fraction,
     mean_kl,

@@ -18,6 +18,7 @@ from areal_jax.config import ConfigError, resolve
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.events import EventLog
 from areal_jax.train import checkpoint as lib
+from areal_jax.train import checkpoint_tensors, checkpoint_writer
 from areal_jax.train.checkpoint import CheckpointError, CheckpointSettings
 from areal_jax.train.optimizer import OptimizerSettings, make_optimizer
 from areal_jax.train.state import Counters, Role, TrainState
@@ -87,7 +88,7 @@ def open_(tmp_path):
   opened = []
 
   def make(start=None, folder=None, awaited=False, **settings):
-    made = lib.Checkpointer(
+    made = checkpoint_writer.Checkpointer(
         folder or tmp_path / 'checkpoints',
         CheckpointSettings(**settings),
         events=EventLog(None),
@@ -105,7 +106,9 @@ def open_(tmp_path):
 @pytest.fixture(scope='module')
 def written(tmp_path_factory):
   folder = tmp_path_factory.mktemp('written') / 'checkpoints'
-  writer = lib.Checkpointer(folder, CheckpointSettings(), events=EventLog(None))
+  writer = checkpoint_writer.Checkpointer(
+      folder, CheckpointSettings(), events=EventLog(None)
+  )
   for step in (3, 4):
     save(writer, step)
   writer.close()
@@ -121,7 +124,7 @@ def folder(tmp_path, written):
 def test_round_trip_is_exact(folder):
   saved, refused = lib.latest(folder)
   assert (saved.step, saved.version, refused) == (4, 4, ())
-  restored = lib.restore_state(saved, shapes(state()))
+  restored = checkpoint_tensors.restore_state(saved, shapes(state()))
   assert_same(restored, state(4))
   assert restored.version == 4
   assert saved.read('records.npz') == b'PK'
@@ -135,9 +138,13 @@ def test_folder_may_be_named_from_here(folder, open_, monkeypatch):
   save(open_(start=4, folder='checkpoints'), 5)
   saved, _ = lib.latest('checkpoints')
   assert saved.step == 5
-  assert_same(lib.restore_state(saved, shapes(state())), state(5))
+  assert_same(
+      checkpoint_tensors.restore_state(saved, shapes(state())), state(5)
+  )
   saved = lib.verify('checkpoints/00000004')
-  assert_same(lib.restore_state(saved, shapes(state())), state(4))
+  assert_same(
+      checkpoint_tensors.restore_state(saved, shapes(state())), state(4)
+  )
 
 
 def test_folder_says_what_it_holds(folder):
@@ -161,8 +168,10 @@ def test_restores_onto_another_mesh_with_another_padding(shape, folder):
   mesh = tiny.mesh(*shape)
   wanted = state(4, mesh, vocabulary=12)
   with pytest.raises(CheckpointError, match=r'shape \(10, 4\), wanted float32'):
-    lib.restore_state(saved, shapes(wanted))
-  restored = lib.restore_state(saved, shapes(wanted), {'embedding': 0})
+    checkpoint_tensors.restore_state(saved, shapes(wanted))
+  restored = checkpoint_tensors.restore_state(
+      saved, shapes(wanted), {'embedding': 0}
+  )
   assert_same(restored, wanted)
   query = restored.policy.trainable['blocks']['query']
   assert query.sharding == on((None, 'fsdp', 'tensor'), mesh)
@@ -172,7 +181,9 @@ def test_padding_is_cut_off_again(tmp_path, open_):
   writer = open_()
   save(writer, 1, state(1, tiny.mesh(2, 2), vocabulary=12))
   saved, _ = lib.latest(tmp_path / 'checkpoints')
-  restored = lib.restore_state(saved, shapes(state()), {'embedding': 0})
+  restored = checkpoint_tensors.restore_state(
+      saved, shapes(state()), {'embedding': 0}
+  )
   assert_same(restored, state(1))
 
 
@@ -217,7 +228,7 @@ def test_adafactor_goes_on_with_another_padding(before, after, tmp_path, open_):
   saved, _ = lib.latest(tmp_path / 'checkpoints')
   wanted = factored(after, tiny.mesh(2, 2))
   axes = {'embedding': 0, 'unembedding': 1}
-  restored = lib.restore_state(saved, shapes(wanted), axes)
+  restored = checkpoint_tensors.restore_state(saved, shapes(wanted), axes)
   jax.tree.map(np.testing.assert_array_equal, restored.policy.trainable,
                wanted.policy.trainable)  # fmt: skip
   found = jax.device_get(restored.policy.optimizer[1][0])
@@ -242,13 +253,15 @@ def test_a_moment_of_another_length_is_refused(tmp_path, open_):
   )
   moments.v_col['unembedding'] = longer
   with pytest.raises(CheckpointError, match=r'v_col/unembedding.*\(134,\)'):
-    lib.restore_state(saved, wanted, {'embedding': 0, 'unembedding': 1})
+    checkpoint_tensors.restore_state(
+        saved, wanted, {'embedding': 0, 'unembedding': 1}
+    )
 
 
 def test_parameters_alone(folder):
   saved, _ = lib.latest(folder)
   like = shapes(state()).policy.trainable
-  params, left = lib.restore_params(saved, like)
+  params, left = checkpoint_tensors.restore_params(saved, like)
   assert left == ()
   ours = state(4).policy.trainable
   np.testing.assert_array_equal(params['embedding'], ours['embedding'])
@@ -263,8 +276,8 @@ def test_matching_parameters_name_what_is_left(folder):
       'final_norm': jax.ShapeDtypeStruct((4,), jnp.float32),
   }
   with pytest.raises(CheckpointError, match='embedding is float32 of shape'):
-    lib.restore_params(saved, like)
-  params, left = lib.restore_params(saved, like, matching=True)
+    checkpoint_tensors.restore_params(saved, like)
+  params, left = checkpoint_tensors.restore_params(saved, like, matching=True)
   assert sorted(params) == ['blocks/query']
   assert sorted(left) == ['embedding', 'final_norm']
 
@@ -287,7 +300,7 @@ def test_state_that_goes_on_does_not_reach_what_is_saved(tmp_path, open_):
     hold.set()
     writer.wait()
     saved, _ = lib.latest(tmp_path / 'checkpoints')
-    restored = lib.restore_state(saved, shapes(state()))
+    restored = checkpoint_tensors.restore_state(saved, shapes(state()))
     assert_same(restored.roles, before)
 
 
@@ -421,7 +434,9 @@ def test_fault_is_refused_by_name_and_the_one_before_stands(fault, folder):
     lib.verify(folder / '00000004')
   saved, refused = lib.latest(folder)
   assert saved.step == 3 and len(refused) == 1
-  assert_same(lib.restore_state(saved, shapes(state())), state(3))
+  assert_same(
+      checkpoint_tensors.restore_state(saved, shapes(state())), state(3)
+  )
 
 
 def test_no_whole_checkpoint_is_none(folder, tmp_path):
@@ -437,10 +452,14 @@ def test_state_of_another_kind_is_refused_by_tensor(folder):
   like = shapes(state())
   roles = {'policy': like.roles['policy']}
   with pytest.raises(CheckpointError, match='2 tensors have no place .*refer'):
-    lib.restore_state(saved, dataclasses.replace(like, roles=roles))
+    checkpoint_tensors.restore_state(
+        saved, dataclasses.replace(like, roles=roles)
+    )
   roles = {**like.roles, 'critic': like.roles['reference']}
   with pytest.raises(CheckpointError, match='tensor roles/critic/.* missing'):
-    lib.restore_state(saved, dataclasses.replace(like, roles=roles))
+    checkpoint_tensors.restore_state(
+        saved, dataclasses.replace(like, roles=roles)
+    )
 
 
 # What goes wrong while writing.
@@ -470,7 +489,8 @@ def test_full_disk_is_an_error_of_the_next_call_and_harms_nothing(
   save(writer, 5)  # there is room again
   assert (writer.saved, writer.failed) == (1, 1)
   assert_same(
-      lib.restore_state(lib.latest(folder)[0], shapes(state())), state(5)
+      checkpoint_tensors.restore_state(lib.latest(folder)[0], shapes(state())),
+      state(5),
   )
 
 

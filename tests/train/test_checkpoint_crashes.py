@@ -12,6 +12,7 @@ import pytest
 
 from areal_jax.telemetry.events import EventLog
 from areal_jax.train import checkpoint as lib
+from areal_jax.train import checkpoint_tensors, checkpoint_writer
 from areal_jax.train.checkpoint import CheckpointError, CheckpointSettings
 from tests import file_operations
 from tests.train.test_checkpoint import PARTS, assert_same, save, shapes, state
@@ -47,7 +48,9 @@ def faults(states):
 
 @pytest.fixture(scope='module')
 def states(tmp_path_factory):
-  return crashes_of(lib.Checkpointer, tmp_path_factory.mktemp('crashes'))
+  return crashes_of(
+      checkpoint_writer.Checkpointer, tmp_path_factory.mktemp('crashes')
+  )
 
 
 def test_save_may_be_killed_at_every_operation(states):
@@ -77,7 +80,7 @@ def test_run_goes_on_from_every_kind_of_remains(states, tmp_path):
   for name, folder in chosen:
     copy = shutil.copytree(folder, tmp_path / folder.name)
     start = lib.latest(copy)[0].step
-    writer = lib.Checkpointer(
+    writer = checkpoint_writer.Checkpointer(
         copy, CheckpointSettings(keep_last=1), events=EventLog(None),
         start=start,
     )  # fmt: skip
@@ -85,11 +88,14 @@ def test_run_goes_on_from_every_kind_of_remains(states, tmp_path):
     writer.close()
     saved, refused = lib.latest(copy)
     assert (saved.step, refused) == (start + 1, ()), name
-    assert_same(lib.restore_state(saved, shapes(state())), state(start + 1))
+    assert_same(
+        checkpoint_tensors.restore_state(saved, shapes(state())),
+        state(start + 1),
+    )
     assert lib.steps(copy) == [start + 1], name
 
 
-class DeletesFirst(lib.Checkpointer):
+class DeletesFirst(checkpoint_writer.Checkpointer):
   """Makes room before it writes, as one might on a small disk."""
 
   def _write(self, step, *rest):

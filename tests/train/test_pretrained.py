@@ -12,7 +12,8 @@ from areal_jax.models import transformer
 from areal_jax.models.hf import save_hf
 from areal_jax.telemetry.events import EventLog
 from areal_jax.train import pretrained
-from areal_jax.train.checkpoint import Checkpointer, CheckpointSettings
+from areal_jax.train.checkpoint import CheckpointSettings
+from areal_jax.train.checkpoint_writer import Checkpointer
 from areal_jax.train.state import Role, TrainState
 from tests import tiny
 

@@ -16,9 +16,10 @@ from areal_jax.mesh.slices import mesh_of
 from areal_jax.models import transformer
 from areal_jax.models.config import ModelConfig, MoeSettings
 from areal_jax.train import packing
+from areal_jax.train.objectives import policy_objective
 from areal_jax.train.optimizer import OptimizerSettings
 from areal_jax.train.packing import PackingSettings, Shape
-from areal_jax.train.step import TrainStep, policy_objective
+from areal_jax.train.step import TrainStep
 from tests.closeness import assert_close
 from tests.train.test_step import assert_same_sums
 

@@ -14,15 +14,17 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.models import moe, transformer
 from areal_jax.models.config import LoraSettings, ModelConfig, MoeSettings
 from areal_jax.telemetry.events import EventLog
-from areal_jax.train import checkpoint, packing
-from areal_jax.train.optimizer import OptimizerSettings
-from areal_jax.train.packing import PackingSettings, Shape
-from areal_jax.train.step import (
-    NonFiniteError,
-    TrainStep,
-    policy_objective,
-    supervised_objective,
+from areal_jax.train import (
+    checkpoint,
+    checkpoint_tensors,
+    checkpoint_writer,
+    packing,
 )
+from areal_jax.train.objectives import policy_objective, supervised_objective
+from areal_jax.train.optimizer import OptimizerSettings
+from areal_jax.train.outcome import NonFiniteError
+from areal_jax.train.packing import PackingSettings, Shape
+from areal_jax.train.step import TrainStep
 from areal_jax.types import Microbatch
 from tests.closeness import assert_close
 
@@ -562,7 +564,7 @@ def test_every_optimizer_learns_on_shards_as_on_one_device(
     if leaf.ndim > 2:  # of the matrices; what is smaller is whole
       assert not sharding.is_fully_replicated
   # Written, read, and gone on with: the same as without.
-  writer = checkpoint.Checkpointer(
+  writer = checkpoint_writer.Checkpointer(
       tmp_path / 'checkpoints',
       checkpoint.CheckpointSettings(),
       events=EventLog(None),
@@ -570,7 +572,7 @@ def test_every_optimizer_learns_on_shards_as_on_one_device(
   writer.save(1, dataclasses.replace(state, version=1), {})
   writer.close()
   saved, _ = checkpoint.latest(tmp_path / 'checkpoints')
-  restored = checkpoint.restore_state(saved, step.abstract_state)
+  restored = checkpoint_tensors.restore_state(saved, step.abstract_state)
   assert_same(held(restored), held(state))
   assert updated(step, restored, 2)[1] == updated(step, state, 2)[1]
   # One device, where sums are in another order.

@@ -16,7 +16,8 @@ from areal_jax.losses.importance import WeightRule
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.losses.statistics import AGES
 from areal_jax.telemetry.metrics import GROUPS, registered
-from areal_jax.train.step import Outcome, Scores, policy_objective
+from areal_jax.train.objectives import Scores, policy_objective
+from areal_jax.train.outcome import UpdateOutcome
 from areal_jax.train.summary import record_metrics, summarize, summarize_critic
 from areal_jax.types import (
     Draw,
@@ -145,7 +146,7 @@ def summary():
   loss, stats = jax.device_get(
       jax.jit(lambda s, b: policy_objective(LOSS)(Scores(*s), b))(scores, batch)
   )
-  outcome = Outcome(
+  outcome = UpdateOutcome(
       applied=True,
       gradient_norm=2.0,
       update_norm=0.25,
@@ -231,7 +232,7 @@ def test_metrics_of_the_critic_are_what_their_definitions_say():
       'value_error_squared_sum': 10.0,
       'value_clipped_sum': 1.0,
   }
-  outcome = Outcome(True, 1.5, 0.1, 1e-3, 2.5, 3, 4, 0, (), stats)
+  outcome = UpdateOutcome(True, 1.5, 0.1, 1e-3, 2.5, 3, 4, 0, (), stats)
   assert summarize_critic([outcome], [2.0]) == pytest.approx(
       {
           'critic_loss': 2.5,

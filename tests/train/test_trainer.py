@@ -25,9 +25,9 @@ from areal_jax.train import memory, offload
 from areal_jax.train import trainer as trainer_lib
 from areal_jax.train.batch import mask_stale, minibatches_of
 from areal_jax.train.optimizer import OptimizerSettings, learning_rate
+from areal_jax.train.outcome import NonFiniteError
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.settings import TrainSettings
-from areal_jax.train.step import NonFiniteError
 from areal_jax.train.summary import record_metrics
 from areal_jax.train.trainer import Trainer
 from areal_jax.types import (
