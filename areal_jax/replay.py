@@ -334,7 +334,7 @@ def _leave(
 ) -> None:
   """Writes the policy, and the whole state of training as a checkpoint."""
   export_policy(prepared, trainer.params, folder)
-  fixed = resume.Fixed(
+  fixed = resume.RunIdentity(
       config_lib.to_dict(prepared.settings),
       pretrained.shape_part(prepared.model),
       prepared.tokenizer_files,

@@ -85,7 +85,7 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True)
-class Carried:
+class SavedRun:
   """What a checkpoint holds beside arrays, settings and files.
 
   Attributes:
@@ -215,7 +215,7 @@ def _require_whole(
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed:
+class RunIdentity:
   """What all checkpoints of a run hold alike.
 
   Attributes:
@@ -232,7 +232,7 @@ class Fixed:
 
 
 def parts(
-    fixed: Fixed, carried: Carried, applied_updates: int
+    fixed: RunIdentity, carried: SavedRun, applied_updates: int
 ) -> dict[str, Part]:
   """The files of a checkpoint.
 
@@ -278,7 +278,7 @@ def parts(
   }
 
 
-def _fixed_parts(fixed: Fixed) -> dict[str, Part]:
+def _fixed_parts(fixed: RunIdentity) -> dict[str, Part]:
   return {
       CONFIG: fixed.config,
       pretrained.SHAPE: fixed.policy,
@@ -295,7 +295,7 @@ def _mesh(mesh: jax.sharding.Mesh) -> dict[str, Any]:
   }
 
 
-def read(saved: Saved) -> Carried:
+def read(saved: Saved) -> SavedRun:
   """What `parts` was given.
 
   Raises:
@@ -314,7 +314,7 @@ def read(saved: Saved) -> Carried:
       **{**counts, 'eta': float(counts['eta'])},
       dropped=collections.Counter(dropped),
   )
-  return Carried(
+  return SavedRun(
       snapshot=Snapshot(
           ledger=ledger,
           ready=kept['ready'],
@@ -343,7 +343,7 @@ def _meant_exact(saved: Saved) -> bool:
 
 def require_same(
     saved: Saved,
-    carried: Carried | None,
+    carried: SavedRun | None,
     *,
     seed: int,
     policy: Mapping[str, Any],
@@ -436,10 +436,10 @@ _DATA = {
 
 def place_draws(
     draws: ProblemStream,
-    carried: Carried,
+    carried: SavedRun,
     digests: Mapping[str, str],
     changed_data: str,
-) -> tuple[Carried, list[str]]:
+) -> tuple[SavedRun, list[str]]:
   """Puts the data where a checkpoint left them, if they are the same data.
 
   Args:
@@ -519,7 +519,7 @@ def _flat(tree: Any, at: str = '') -> dict[str, Any]:
 # The state of training alone: for a look at it, and for replays.
 
 
-def origin(fixed: Fixed, seed: int, attempt: int) -> dict[str, Any]:
+def origin(fixed: RunIdentity, seed: int, attempt: int) -> dict[str, Any]:
   """What `Schedule.runs` holds of a start of a run."""
   return {
       **describe(seed, fixed.policy, fixed.tokenizer),
@@ -550,7 +550,11 @@ def describe(
 
 
 def save_state(
-    folder: pathlib.Path, state: TrainState, fixed: Fixed, *, events: EventLog
+    folder: pathlib.Path,
+    state: TrainState,
+    fixed: RunIdentity,
+    *,
+    events: EventLog,
 ) -> epath.Path:
   """Saves the state of training in a folder of its own; returns its path.
 
@@ -573,7 +577,7 @@ def leave_crash(
     folder: pathlib.Path,
     state: TrainState,
     groups: Sequence[Group],
-    fixed: Fixed,
+    fixed: RunIdentity,
     run: Mapping[str, Any],
     *,
     events: EventLog,
@@ -638,7 +642,7 @@ class Keeper:
       folder: epath.Path,
       settings: CheckpointSettings,
       last: int,
-      fixed: Fixed,
+      fixed: RunIdentity,
       *,
       events: EventLog,
       note: Callable[[str], None],
@@ -680,7 +684,7 @@ class Keeper:
       self,
       step: int,
       state: TrainState,
-      carried: Carried,
+      carried: SavedRun,
   ) -> None:
     """Saves a step; returns once the arrays are copied off the devices.
 
@@ -776,7 +780,7 @@ class Keeper:
 
 
 def open_folder(
-    folder: pathlib.Path, start: Start, carried: Carried | None
+    folder: pathlib.Path, start: Start, carried: SavedRun | None
 ) -> list[str]:
   """Makes the folder of a run one that ends where the run begins.
 

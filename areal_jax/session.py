@@ -66,7 +66,7 @@ from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, devices_first, machine_devices
 from areal_jax.models import transformer
 from areal_jax.prepare.prepared import Prepared, prepare
-from areal_jax.resume import Carried, Start
+from areal_jax.resume import SavedRun, Start
 from areal_jax.rewards.base import BadReward
 from areal_jax.rewards.scorer import Scorer
 from areal_jax.rewards.self_test import self_test
@@ -243,7 +243,7 @@ def _modules_left_alone() -> Iterator[None]:
     gc.unfreeze()
 
 
-def _start(prepared: Prepared) -> tuple[Start, Carried | None]:
+def _start(prepared: Prepared) -> tuple[Start, SavedRun | None]:
   """Where the run begins, and what it carries on, checked."""
   settings = prepared.settings
   start = resume.find(
@@ -269,7 +269,7 @@ def _start(prepared: Prepared) -> tuple[Start, Carried | None]:
   return start, carried
 
 
-def _as_it_began(prepared: Prepared, carried: Carried | None) -> Prepared:
+def _as_it_began(prepared: Prepared, carried: SavedRun | None) -> Prepared:
   """A run that was begun exact goes on so, though no setting said it then."""
   rollout = prepared.settings.rollout
   if carried is None or not carried.began_exact or not rollout.synchronous:
@@ -326,7 +326,7 @@ class Session:
       folder: pathlib.Path,
       started: float,
       start: Start,
-      carried: Carried | None,
+      carried: SavedRun | None,
       signals: Signals,
   ):
     settings = prepared.settings
@@ -424,7 +424,7 @@ class Session:
         folder / run_folder.EVALUATIONS, settings.sample_bytes
     )
     stack.callback(self._answers.close)
-    self._fixed = resume.Fixed(
+    self._fixed = resume.RunIdentity(
         config_lib.to_dict(settings),
         pretrained.shape_part(self._prepared.model),
         self._prepared.tokenizer_files,
@@ -942,7 +942,7 @@ class Session:
       book: Book,
   ) -> None:
     """Saves the version that was published last."""
-    carried = Carried(
+    carried = SavedRun(
         snapshot=cut.snapshot,
         shuffle=self._shuffle.getstate(),
         seed=self._settings.seed,
