@@ -11,7 +11,7 @@ import jax
 from areal_jax.config import named
 from areal_jax.mesh.host import require_whole
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import hf, lora, peft, transformer
+from areal_jax.models import hf, lora, parameters, peft
 from areal_jax.models.config import ModelConfig
 from areal_jax.prepare.prepared import Prepared, PreparedPolicy
 from areal_jax.telemetry import run_folder
@@ -52,14 +52,14 @@ def initial_params(
   if source is not None and settings.policy.load == 'all':
     params = source.load(model, mesh, rules, seed)
   else:
-    params = transformer.init_params(base, seed, mesh, rules)
+    params = parameters.init_params(base, seed, mesh, rules)
     if source is not None:
       with named('config.policy.path'):
         params, left = source.load_matching(base, params)
-    params = transformer.with_adapters(model, params, seed, mesh, rules)
+    params = parameters.with_adapters(model, params, seed, mesh, rules)
   if settings.policy.adapter:
-    learns, _ = transformer.partition(
-        model, transformer.param_shardings(model, mesh, rules)
+    learns, _ = parameters.partition(
+        model, parameters.param_shardings(model, mesh, rules)
     )
     adapters = peft.load_peft(settings.policy.adapter, model)
     params = lora.overlaid(params, jax.device_put(adapters, learns))
@@ -188,7 +188,7 @@ def served_policy(
   params, _ = initial_params(prepared, mesh, rules)
   if rollout.merge_adapters:
     shape = lora.without(model)
-    shardings = transformer.param_shardings(shape, mesh, rules)
+    shardings = parameters.param_shardings(shape, mesh, rules)
     return shape, lora.merging(model, rollout.dtype, shardings)(params)
   if rollout.dtype:
     params = jax.tree.map(lambda x: x.astype(rollout.dtype), params)

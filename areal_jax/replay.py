@@ -31,7 +31,7 @@ from areal_jax.config import ConfigError, require
 from areal_jax.mesh.program_cache import keep_programs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, devices_first, machine_devices
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.prepare.prepared import Prepared, prepare
 from areal_jax.settings.experiment import Experiment
 from areal_jax.telemetry import run_folder
@@ -252,7 +252,7 @@ def _trainer(
   if saved is None:
     params, _ = initial_params(prepared, mesh, rules)
   else:  # its own take their place
-    params = transformer.init_params(prepared.model, settings.seed, mesh, rules)
+    params = parameters.init_params(prepared.model, settings.seed, mesh, rules)
   memory.check(
       prepared.model,
       settings.train,

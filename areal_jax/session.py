@@ -64,7 +64,7 @@ from areal_jax.ledger import Ledger
 from areal_jax.mesh.program_cache import keep_programs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices, cut, devices_first, machine_devices
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.prepare.prepared import Prepared, prepare
 from areal_jax.resume import SavedRun, Start
 from areal_jax.rewards.base import BadReward
@@ -298,7 +298,7 @@ def _first_params(
     return initial_params(prepared, slices.train, rules)
   # The checkpoint's take their place.
   seed, model = prepared.settings.seed, prepared.model
-  return transformer.init_params(model, seed, slices.train, rules), ()
+  return parameters.init_params(model, seed, slices.train, rules), ()
 
 
 class Session:

@@ -24,7 +24,7 @@ from areal_jax import command
 from areal_jax.config import resolve
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings, cut, machine_devices
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.models.config import PROJECTIONS, LoraSettings, ModelConfig
 from areal_jax.telemetry.events import EventLog
 from areal_jax.train.settings import TrainSettings
@@ -50,10 +50,10 @@ def measure(config: ModelConfig) -> dict[str, float]:
   settings, rules = MeshSettings(), Rules()
   slices = cut(machine_devices(settings), settings)
   (mesh,) = slices.rollout
-  params = transformer.init_params(config, 0, slices.train, rules)
+  params = parameters.init_params(config, 0, slices.train, rules)
   trainer = Trainer(config, TrainSettings(), slices.train, rules, params)
   del params  # taken over
-  shardings = transformer.param_shardings(config, mesh, rules)
+  shardings = parameters.param_shardings(config, mesh, rules)
   target = Target('engine', shardings, lambda *weights: None)
   publisher = Publisher([target], events=EventLog(None))
   kind = 'adapter' if config.lora.projections else 'full'

@@ -66,7 +66,7 @@ import numpy as np
 from areal_jax import command
 from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import parameters, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.loop import EngineLoop
@@ -353,7 +353,7 @@ def swap_rows(
 ) -> list[report.Row]:
   """Interruption against draining, and what each way of swapping leaves."""
   count = work.requests // swap_each
-  other = transformer.init_params(ours.config, 1, ours.mesh, Rules())
+  other = parameters.init_params(ours.config, 1, ours.mesh, Rules())
   # Answers end alike under all versions, which differ in all but the end.
   versions = [
       {**_moved(ours.params, other, 0.02 * (i + 1)),

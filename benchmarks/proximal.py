@@ -26,7 +26,7 @@ from areal_jax.config import resolve
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut, machine_devices
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.train.batch import minibatches_of
 from areal_jax.train.objectives import Batch
 from areal_jax.train.packing import PackingSettings
@@ -127,7 +127,7 @@ def measure(minibatches: int, repeats: int) -> dict[str, float]:
   ends = {}
   for repeat in range(repeats + 1):  # the first one compiles
     for way, (step, placed) in ready.items():
-      params = transformer.init_params(config, 0, mesh, rules)
+      params = parameters.init_params(config, 0, mesh, rules)
       state = jax.block_until_ready(step.initial_state(params))
       start = time.perf_counter()
       state = jax.block_until_ready(train(step, state, placed, way))

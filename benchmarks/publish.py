@@ -51,7 +51,7 @@ from areal_jax.mesh.slices import (
     cut,
     machine_devices,
 )
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.models.config import PROJECTIONS, LoraSettings, ModelConfig
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.engine_settings import EngineSettings
@@ -140,7 +140,7 @@ def measure(
 ) -> list[report.Row]:
   """Rows of one size and pair, nothing else going on."""
   slices = _slices(pair)
-  params = transformer.init_params(config, 0, slices.train, Rules())
+  params = parameters.init_params(config, 0, slices.train, Rules())
   shardings = _shardings(config, slices)
   publisher = _publisher(shardings)
   publisher.warm_up(params)
@@ -190,8 +190,8 @@ def measure_adapters(
       )
   )
   slices = _slices(BUSY)
-  params = transformer.init_params(config, 0, slices.train, Rules())
-  learns, _ = transformer.partition(config, params)
+  params = parameters.init_params(config, 0, slices.train, Rules())
+  learns, _ = parameters.partition(config, params)
   publisher = _publisher(_shardings(config, slices))
   first = publisher.publish(0, params)
   jax.block_until_ready(publisher.latest()[1])
@@ -256,7 +256,7 @@ def measure_busy(
 ) -> list[report.Row]:
   """Rows of the arm in which decoding goes on."""
   slices, rules = _slices(BUSY), Rules()
-  params = transformer.init_params(config, 0, slices.train, rules)
+  params = parameters.init_params(config, 0, slices.train, rules)
   settings = EngineSettings(
       slots=_SLOTS, max_length=128, max_prompt_length=16, steps=8
   )
@@ -321,8 +321,7 @@ def _slices(pair: str) -> Slices:
 def _shardings(config: ModelConfig, slices: Slices) -> list[Any]:
   rules = Rules().for_rollout()
   return [
-      transformer.param_shardings(config, mesh, rules)
-      for mesh in slices.rollout
+      parameters.param_shardings(config, mesh, rules) for mesh in slices.rollout
   ]
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from areal_jax.mesh import slices
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.models.config import ModelConfig
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.engine_settings import EngineSettings
@@ -302,7 +302,7 @@ def one_device() -> jax.sharding.Mesh:
 
 def init_params(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
   """Random weights on a mesh."""
-  return transformer.init_params(config, 0, mesh, Rules())
+  return parameters.init_params(config, 0, mesh, Rules())
 
 
 def host_share(

@@ -26,7 +26,7 @@ from areal_jax.data import running_totals
 from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut, machine_devices
-from areal_jax.models import heads, transformer
+from areal_jax.models import heads, parameters, transformer
 from areal_jax.tokenizer.files import open_tokenizer
 from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
 from areal_jax.train import packing, preferences
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> None:
   start = dataclasses.replace(settings.warm_start, steps=_IMITATED.value)
   params = supervised_warm_start(
       config,
-      transformer.init_params(config, settings.seed, mesh, rules),
+      parameters.init_params(config, settings.seed, mesh, rules),
       examples,
       start,
       mesh,

@@ -22,7 +22,7 @@ from safetensors import numpy as st
 from areal_jax import run
 from areal_jax.command import read_experiment
 from areal_jax.config import ConfigError, resolve
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.hf import save_hf
 from areal_jax.tokenizer.sentencepiece_tokenizer import train_sentencepiece
@@ -816,7 +816,7 @@ def checkpoint(folder: pathlib.Path) -> pathlib.Path:
       mlp_width=48,
       max_length=64,
   )
-  shapes = transformer.abstract_params(config)
+  shapes = parameters.abstract_params(config)
   params = {
       name: {n: np.ones(p.shape, np.float32) for n, p in part.items()}
       if isinstance(part, dict)

@@ -20,7 +20,7 @@ from areal_jax.losses.advantages import AdvantageSettings, Normalization
 from areal_jax.losses.importance import WeightRule
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.losses.presets import PRESETS
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.hf import save_hf
 from areal_jax.prepare.prepared import prepare, prepare_policy, prepare_shapes
@@ -253,7 +253,7 @@ def saved_policy(folder: pathlib.Path, vocab_size: int) -> None:
   )  # fmt: skip
   params = jax.tree.map(
       lambda p: np.zeros(p.shape, np.float32),
-      transformer.abstract_params(config),
+      parameters.abstract_params(config),
   )
   save_hf(folder, config, params)
 
@@ -353,7 +353,7 @@ def test_a_published_policy_brings_its_shape_but_not_its_arithmetic(tmp_path):
   )
   params = jax.tree.map(
       lambda p: np.zeros(p.shape, np.float32),
-      transformer.abstract_params(published),
+      parameters.abstract_params(published),
   )
   save_hf(tmp_path / 'policy', published, params)
   train_sentencepiece(texts(), tmp_path / 'policy/tokenizer.model')

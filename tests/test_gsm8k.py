@@ -10,7 +10,7 @@ import tokenizers
 
 from areal_jax import command, session
 from areal_jax.data.sources import SourceSettings
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.hf import save_hf
 from areal_jax.prepare.prepared import prepare
@@ -38,7 +38,7 @@ def write_policy(folder):
   )
   params = jax.tree.map(
       lambda p: np.zeros(p.shape, np.float32),
-      transformer.abstract_params(policy),
+      parameters.abstract_params(policy),
   )
   save_hf(folder, policy, params)
 

@@ -12,7 +12,7 @@ from areal_jax.build import served_policy
 from areal_jax.config import ConfigError
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import hf, lora, peft, transformer
+from areal_jax.models import hf, lora, parameters, peft
 from areal_jax.models.config import LoraSettings
 from areal_jax.prepare.prepared import prepare
 from areal_jax.telemetry import run_folder
@@ -81,7 +81,7 @@ def base_of(result):
   plain = tiny.config(
       vocab_size=saved.read_json(pretrained.SHAPE)['vocab_size'], **sizes
   )
-  return plain, transformer.init_params(plain, config['seed'], None, None)
+  return plain, parameters.init_params(plain, config['seed'], None, None)
 
 
 def test_only_adapters_move(whole):

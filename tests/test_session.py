@@ -24,7 +24,8 @@ from areal_jax.data.stream import ProblemStream
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings, RolloutMesh, TrainMesh, cut
-from areal_jax.models import hf, transformer
+from areal_jax.models import hf
+from areal_jax.models import parameters as parameters_lib
 from areal_jax.models.config import ModelConfig, MoeSettings
 from areal_jax.prepare.prepared import prepare
 from areal_jax.rewards.scorer import RewardSettings
@@ -782,7 +783,7 @@ def test_no_id_that_the_tokenizer_lacks_is_sampled_or_trained(tmp_path):
       vocab_size=3 * size, width=32, layers=1, heads=4, kv_heads=2,
       head_size=8, mlp_width=32, max_length=64,
   )  # fmt: skip
-  weights = transformer.init_params(policy, 0, None, None)
+  weights = parameters_lib.init_params(policy, 0, None, None)
   hf.save_hf(tmp_path / 'policy', policy, weights)
   folder = str(tmp_path / 'policy')
   result = session.run(
@@ -1099,7 +1100,7 @@ def test_a_sparse_policy_trains_with_its_engines_routing(tmp_path):
   assert 0 < max(gaps) < 1e-4
   config, params = hf.load_hf(result.folder / run_folder.POLICY, None, None)
   assert config.moe.experts == 4
-  start = transformer.init_params(config, settings.seed, None, None)
+  start = parameters_lib.init_params(config, settings.seed, None, None)
   moved = params['blocks']['router'] - start['blocks']['router']
   assert 0 < np.abs(moved).max() < 0.5
 

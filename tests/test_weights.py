@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import lora, transformer
+from areal_jax.models import lora, parameters
 from areal_jax.models.config import LoraSettings
 from areal_jax.telemetry.events import EventLog
 from areal_jax.weights import Publisher, Target
@@ -17,7 +17,7 @@ from tests.limits import WAIT_S
 
 
 def target(name, mesh, got):
-  shardings = transformer.param_shardings(tiny.config(), mesh, Rules())
+  shardings = parameters.param_shardings(tiny.config(), mesh, Rules())
   return Target(
       name,
       shardings,
@@ -130,7 +130,7 @@ ADAPTED = tiny.config(lora=LoraSettings(projections=('query',), rank=2))
 
 
 def adapted_policy(seed=0):
-  return transformer.init_params(ADAPTED, seed, tiny.mesh(), Rules())
+  return parameters.init_params(ADAPTED, seed, tiny.mesh(), Rules())
 
 
 def adapter_publisher(finish=None):
@@ -138,7 +138,7 @@ def adapter_publisher(finish=None):
   mesh = tiny.mesh(1, 2, skip=1)
   target = Target(
       'engine/0',
-      transformer.param_shardings(ADAPTED, mesh, Rules()),
+      parameters.param_shardings(ADAPTED, mesh, Rules()),
       lambda version, params, swapped: got.append((version, params)),
       finish,
   )
@@ -148,7 +148,7 @@ def adapter_publisher(finish=None):
 def test_adapters_cross_alone_and_meet_the_base_that_crossed_once():
   sender, got = adapter_publisher()
   first, second = adapted_policy(0), adapted_policy(1)
-  learns, _ = transformer.partition(ADAPTED, second)
+  learns, _ = parameters.partition(ADAPTED, second)
   whole = sender.publish(0, first)
   alone = sender.publish(1, learns, 'adapter')
   assert whole.bytes == sum(x.nbytes for x in jax.tree.leaves(first))
@@ -165,11 +165,11 @@ def test_adapters_cross_alone_and_meet_the_base_that_crossed_once():
 
 def test_a_replica_may_finish_what_arrives():
   mesh = tiny.mesh(1, 2, skip=1)
-  shardings = transformer.param_shardings(tiny.config(), mesh, Rules())
+  shardings = parameters.param_shardings(tiny.config(), mesh, Rules())
   sender, got = adapter_publisher(lora.merging(ADAPTED, '', shardings))
   policy = adapted_policy(0)
   sender.publish(0, policy)
-  learns, stays = transformer.partition(ADAPTED, policy)
+  learns, stays = parameters.partition(ADAPTED, policy)
   learns = jax.tree.map(lambda x: x + 0.5, learns)
   sender.publish(1, learns, 'adapter')
   learns = jax.tree.map(lambda x: x - 0.25, learns)
@@ -184,6 +184,6 @@ def test_a_replica_may_finish_what_arrives():
 
 def test_adapters_without_a_base_are_refused():
   sender, _ = adapter_publisher()
-  learns, _ = transformer.partition(ADAPTED, adapted_policy())
+  learns, _ = parameters.partition(ADAPTED, adapted_policy())
   with pytest.raises(ValueError, match="1 published as 'adapter' without a b"):
     sender.publish(1, learns, 'adapter')

@@ -9,7 +9,7 @@ import numpy as np
 from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import mesh_of
-from areal_jax.models import transformer
+from areal_jax.models import parameters, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.types import Request, SamplingParams
 
@@ -45,14 +45,14 @@ def mesh(*shape: int, skip: int = 0) -> jax.sharding.Mesh:
 @functools.cache
 def _sharp(seed: int):
   """Parameters scaled up, so that versions differ visibly in what they say."""
-  params = transformer.init_params(config(), seed, mesh(), Rules())
+  params = parameters.init_params(config(), seed, mesh(), Rules())
   return jax.tree.map(lambda x: x * 3.0 if x.ndim > 2 else x, params)
 
 
 def params(seed: int = 0, on: jax.sharding.Mesh | None = None):
   """Random parameters; another seed is another version of the weights."""
   on = on or mesh()
-  shardings = transformer.param_shardings(config(), on, Rules())
+  shardings = parameters.param_shardings(config(), on, Rules())
   return jax.device_put(_sharp(seed), shardings)
 
 

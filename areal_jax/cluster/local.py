@@ -24,7 +24,7 @@ from typing import Any, Callable, Coroutine, TypeVar
 
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices
-from areal_jax.models import lora, transformer
+from areal_jax.models import lora, parameters
 from areal_jax.models.config import ModelConfig
 from areal_jax.rollout import memory
 from areal_jax.rollout.client import EngineClient
@@ -399,7 +399,7 @@ def build_rollout(
     shardings, finish = engine.param_shardings, None
     if merge:
       finish = lora.merging(config, dtype or '', shardings)
-      shardings = transformer.param_shardings(config, mesh, rules)
+      shardings = parameters.param_shardings(config, mesh, rules)
     targets.append(
         Target(
             f'engine/{i}',

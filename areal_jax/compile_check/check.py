@@ -31,7 +31,7 @@ from areal_jax.compile_check.sides import (
 )
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut, devices_needed
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.prepare.prepared import PreparedShapes
 from areal_jax.train.settings import TrainSettings
 
@@ -101,7 +101,7 @@ def check(
   found = Report(
       name=settings.name,
       model=settings.policy.path or 'policy.model of the settings',
-      parameters=count_elements(transformer.abstract_params(prepared.model)),
+      parameters=count_elements(parameters.abstract_params(prepared.model)),
       topology=topology,
       used=devices_needed(settings.mesh),
       fits=fits,

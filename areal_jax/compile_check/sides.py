@@ -16,7 +16,7 @@ from areal_jax.compile_check.findings import Holding
 from areal_jax.compile_check.programs import Program, Side, Task
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import Slices
-from areal_jax.models import lora, transformer
+from areal_jax.models import lora, parameters
 from areal_jax.prepare.prepared import PreparedShapes
 from areal_jax.rollout import memory as rollout_memory
 from areal_jax.rollout.engine import Engine
@@ -265,8 +265,8 @@ class RolloutSide:
     arriving = prepared.model
     self.targets = []
     for mesh in slices.rollout:
-      shardings = transformer.param_shardings(arriving, mesh, rules)
-      learns, _ = transformer.partition(arriving, shardings)
+      shardings = parameters.param_shardings(arriving, mesh, rules)
+      learns, _ = parameters.partition(arriving, shardings)
       self.targets.append(learns)
 
   @property

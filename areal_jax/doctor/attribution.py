@@ -35,7 +35,7 @@ import numpy as np
 
 from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import parameters, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.rollout import sampling as sampling_lib
 from areal_jax.types import Request, SamplingParams, Trajectory
@@ -110,7 +110,7 @@ class Paths:
   ):
     self.versions = tuple(sorted(weights))
     self._weights = weights
-    self._shardings = transformer.param_shardings(config, mesh, rules)
+    self._shardings = parameters.param_shardings(config, mesh, rules)
     self._sent: tuple[int, Any] = (-1, None)  # version and parameters
     self._length = length
     vocabulary = config.vocab_size

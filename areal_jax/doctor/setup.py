@@ -23,7 +23,7 @@ from areal_jax.config import ConfigError
 from areal_jax.doctor.verdict import Verdict, judge
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import cut, devices_needed, machine_devices
-from areal_jax.models import lora, transformer
+from areal_jax.models import lora, parameters
 from areal_jax.prepare.prepared import Prepared
 from areal_jax.rewards.scorer import Scorer
 from areal_jax.rewards.self_test import self_test
@@ -321,5 +321,5 @@ def arithmetic(prepared: Prepared) -> Iterator[Verdict]:
 
 
 def _parameters(prepared: Prepared) -> int:
-  shapes = transformer.abstract_params(prepared.model)
+  shapes = parameters.abstract_params(prepared.model)
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

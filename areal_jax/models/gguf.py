@@ -19,7 +19,7 @@ import numpy as np
 
 from areal_jax.config import ConfigError, require
 from areal_jax.files import check_content
-from areal_jax.models import published, transformer
+from areal_jax.models import published, rope
 from areal_jax.models.config import ModelConfig, RopeScaling
 from areal_jax.models.families import FAMILIES
 from areal_jax.models.hf_config import config_to_hf
@@ -144,9 +144,7 @@ class File:
         original_max_length=8192,
     )
     scaled = dataclasses.replace(config, rope_scaling=scaling)
-    wanted = transformer.rope_frequencies(
-        config
-    ) / transformer.rope_frequencies(scaled)
+    wanted = rope.rope_frequencies(config) / rope.rope_frequencies(scaled)
     right = divisors.shape == wanted.shape
     right = right and np.allclose(divisors, wanted, rtol=1e-3)
     if not right:

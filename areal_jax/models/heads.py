@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import lora, transformer
+from areal_jax.models import lora, parameters, transformer
 from areal_jax.models.config import ModelConfig
 
 Array = jax.Array
@@ -55,7 +55,7 @@ def init_params(
     rules: Rules | None,
 ) -> Params:
   """Random trunk and head in float32, on the devices that hold them."""
-  trunk = transformer.init_params(trunk_config(config), seed, mesh, rules)
+  trunk = parameters.init_params(trunk_config(config), seed, mesh, rules)
   return with_head(config, kind, trunk, seed, mesh, rules)
 
 
@@ -113,12 +113,12 @@ def abstract_params(config: ModelConfig, kind: HeadKind) -> Params:
       )
       for name, axes in HEADS[kind].items()
   }
-  return {**transformer.abstract_params(trunk_config(config)), **head}
+  return {**parameters.abstract_params(trunk_config(config)), **head}
 
 
 def logical_axes(config: ModelConfig, kind: HeadKind) -> Params:
   """Axis names of trunk and head."""
-  trunk = transformer.logical_axes(trunk_config(config))
+  trunk = parameters.logical_axes(trunk_config(config))
   return {**trunk, **HEADS[kind]}
 
 
@@ -234,5 +234,5 @@ def _project(
 
 def _trunk(config: ModelConfig, params: Params) -> Params:
   """The parameters that belong to the trunk."""
-  names = transformer.abstract_params(trunk_config(config))
+  names = parameters.abstract_params(trunk_config(config))
   return lora.part_of(params, names)

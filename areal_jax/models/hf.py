@@ -28,7 +28,7 @@ from areal_jax.config import ConfigError, require, resolve
 from areal_jax.files import check_content, read_json
 from areal_jax.mesh.host import require_whole
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import heads, published, transformer
+from areal_jax.models import heads, parameters, published
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.families import FAMILIES
 from areal_jax.models.hf_config import config_from_hf, config_to_hf
@@ -148,7 +148,7 @@ def load_hf(
   config = _load_config(folder, overrides or {})
   shapes, shardings = _shapes(config, head), None
   if mesh is not None and head is None:
-    shardings = transformer.param_shardings(config, mesh, rules)
+    shardings = parameters.param_shardings(config, mesh, rules)
   elif mesh is not None:
     shardings = heads.param_shardings(config, head, mesh, rules)
   params: Params = {}
@@ -617,7 +617,7 @@ def _few(names: list[str]) -> str:
 def _shapes(config: ModelConfig, head: heads.HeadKind | None) -> Params:
   """The parameters of a policy, or of a trunk with a head."""
   if head is None:
-    return transformer.abstract_params(config)
+    return parameters.abstract_params(config)
   return heads.abstract_params(config, head)
 
 

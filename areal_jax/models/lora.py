@@ -5,9 +5,9 @@ s is alpha / r, or alpha / sqrt(r) with `rslora`. B begins at 0, so a policy
 begins as its base. See https://arxiv.org/abs/2106.09685, and for the root
 https://arxiv.org/abs/2312.03732.
 
-What lives here: the modules, which `transformer.Block` has as its `adapters`
+What lives here: the modules, which `block.Block` has as its `adapters`
 where the settings name projections, and trees of parameters taken apart and put
-together. Adapters are `nnx.LoRAParam`s: `transformer.partition` asks for that
+together. Adapters are `nnx.LoRAParam`s: `parameters.partition` asks for that
 type to say what learns. Files in PEFT's layout are left to `peft.py`.
 """
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules, mesh_axes
-from areal_jax.models import paged_attention, transformer
+from areal_jax.models import paged_attention, parameters, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import UNKNOWN
 from areal_jax.rollout import sampling
@@ -200,7 +200,7 @@ class DecodePrograms:
   def generate(self, params, state, tables, k, slots=None):
     """Of all slots, or of `slots` [R], whose tables then are [R, P]."""
     c, most, at = self.config, self.settings.steps, self._inside()
-    params = transformer.layers_apart(c, params, **at)
+    params = parameters.layers_apart(c, params, **at)
     vocabulary = jnp.arange(c.padded_vocab_size)
     features = self.settings.sampling
     whole = state

@@ -101,7 +101,7 @@ class Engine:
     """Weights in the form that every dispatch reads fastest.
 
     All methods take either form; each has programs of its own, and those of
-    this one are compiled ahead of time. See `transformer.layers_apart`.
+    this one are compiled ahead of time. See `parameters.layers_apart`.
     """
     if not self.jitted.apart:
       return params

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import parameters, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.rollout.decode_programs import DecodePrograms
 from areal_jax.rollout.decode_state import DecodeState, Pieces, SlotRows
@@ -89,7 +89,7 @@ class EnginePrograms:
     bodies = self.bodies = DecodePrograms(config, settings, mesh, rules)
     self.shards, self.share = bodies.shards, bodies.share
     self.rows = SlotRows(settings, self.shards)
-    self.param_shardings = transformer.param_shardings(config, mesh, rules)
+    self.param_shardings = parameters.param_shardings(config, mesh, rules)
     self.state_shapes = jax.eval_shape(bodies.initial_state)
     slots = rules.sharding(('slots',), (settings.slots,), mesh)
     self.by_slot = slots
@@ -105,8 +105,8 @@ class EnginePrograms:
     cut, parts = slots.spec, self.state_parts
     compiled = functools.partial(jax.jit, donate_argnames='state')
     self.init = jax.jit(bodies.initial_state, out_shardings=state)
-    self.apart = transformer.reads_apart(config, mesh, rules)
-    self.cut = jax.jit(transformer.layer_apart, static_argnums=2)
+    self.apart = parameters.reads_apart(config, mesh, rules)
+    self.cut = jax.jit(parameters.layer_apart, static_argnums=2)
     self.generate = compiled(
         by_shard(bodies.generate, (P(), parts, cut, P(), cut), (parts, cut)),
         out_shardings=(state, slots),
@@ -135,7 +135,7 @@ class EnginePrograms:
     Args:
       dtype: of the floating ones; empty for the policy's own.
     """
-    shapes = cast_shapes(transformer.abstract_params(self.config), dtype)
+    shapes = cast_shapes(parameters.abstract_params(self.config), dtype)
     return placed_shapes(shapes, self.param_shardings)
 
   @property
@@ -150,7 +150,7 @@ class EnginePrograms:
     return jax.tree.map(abstract, vars(filled))
 
   def laid_out(self, params: Params, cut: Callable[..., Params]) -> Params:
-    return transformer.layers_apart(
+    return parameters.layers_apart(
         self.config, params, self.mesh, self.rules, cut
     )
 

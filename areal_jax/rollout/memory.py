@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from areal_jax.config import ConfigError
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.models.config import ModelConfig
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.engine_programs import cast_shapes
@@ -103,9 +103,9 @@ def estimate(
     turns: whether it and training take turns on the same devices.
   """
   sent = merges or engine.config
-  shapes = transformer.abstract_params(sent)
-  shardings = transformer.param_shardings(sent, engine.mesh, engine.rules)
-  stays = [transformer.partition(sent, t)[1] for t in (shapes, shardings)]
+  shapes = parameters.abstract_params(sent)
+  shardings = parameters.param_shardings(sent, engine.mesh, engine.rules)
+  stays = [parameters.partition(sent, t)[1] for t in (shapes, shardings)]
   shared = _bytes(cast_shapes(stays[0], dtype), stays[1])
   whole = weights_bytes(engine, dtype)
   return Estimate(

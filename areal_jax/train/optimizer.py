@@ -144,7 +144,7 @@ def make_optimizer(
 
   Args:
     settings: see there.
-    sides: `models.transformer.matrix_sides` of the parameters that learn, for
+    sides: `models.parameters.matrix_sides` of the parameters that learn, for
       'muon'; not looked at by the others.
   """
   rate = lambda step: learning_rate(settings, step)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import heads, transformer
+from areal_jax.models import heads, parameters
 from areal_jax.models.config import ModelConfig
 
 PyTree = Any
@@ -47,9 +47,9 @@ def abstract_network(
 ) -> PyTree:
   """Shape and sharding of a network's parameters."""
   if kind == 'policy':
-    shapes = transformer.abstract_params(config)
+    shapes = parameters.abstract_params(config)
     return with_shardings(
-        shapes, transformer.param_shardings(config, mesh, rules)
+        shapes, parameters.param_shardings(config, mesh, rules)
     )
   return with_shardings(
       heads.abstract_params(config, kind),

@@ -25,7 +25,7 @@ from areal_jax.config import (
 )
 from areal_jax.files import read_json
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import hf, lora, peft, transformer
+from areal_jax.models import hf, lora, parameters, peft
 from areal_jax.models.config import LoraSettings, ModelConfig
 from areal_jax.models.hf_config import config_from_hf, config_to_hf
 from areal_jax.telemetry import run_folder
@@ -97,7 +97,7 @@ class Pretrained:
     base = lora.without(config)
     if self.saved is None:
       params = hf.load_params(self.folder, base, mesh, rules)
-      return transformer.with_adapters(config, params, seed, mesh, rules)
+      return parameters.with_adapters(config, params, seed, mesh, rules)
     held = self._adapters()
     saved_as = dataclasses.replace(base, lora=held)
     like = _like(saved_as, mesh, rules)
@@ -110,12 +110,12 @@ class Pretrained:
     params = _placed(like, found)
     wanted = dataclasses.replace(config.lora, base_dtype=held.base_dtype)
     if held.projections and to_dict(wanted) == to_dict(held):
-      dtypes = transformer.abstract_params(config)
+      dtypes = parameters.abstract_params(config)
       return jax.tree.map(lambda x, d: x.astype(d.dtype), params, dtypes)
     if held.projections:
-      shardings = transformer.param_shardings(base, mesh, rules)
+      shardings = parameters.param_shardings(base, mesh, rules)
       params = lora.merging(saved_as, '', shardings)(params)
-    return transformer.with_adapters(config, params, seed, mesh, rules)
+    return parameters.with_adapters(config, params, seed, mesh, rules)
 
   def _adapters(self) -> LoraSettings:
     """The kind of adapters that a checkpoint has, if any."""
@@ -209,7 +209,8 @@ def shape_part(config: ModelConfig) -> dict[str, Any]:
 def vocabulary_axes(config: ModelConfig) -> dict[str, int]:
   """Axis of the vocabulary, which is padded, by name of the parameter."""
   axes = jax.tree.leaves_with_path(
-      transformer.logical_axes(config), is_leaf=lambda x: isinstance(x, tuple)
+      parameters.logical_axes(config),
+      is_leaf=lambda x: isinstance(x, tuple),
   )
   return {
       path[-1].key: names.index('vocab')
@@ -230,8 +231,8 @@ def _like(
       lambda leaf, sharding: jax.ShapeDtypeStruct(
           leaf.shape, leaf.dtype, sharding=sharding
       ),
-      transformer.abstract_params(config),
-      transformer.param_shardings(config, mesh, rules),
+      parameters.abstract_params(config),
+      parameters.param_shardings(config, mesh, rules),
   )
 
 

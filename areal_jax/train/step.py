@@ -34,7 +34,7 @@ import optax
 from areal_jax.config import require
 from areal_jax.losses import logprobs, statistics
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import heads, lora, moe, transformer
+from areal_jax.models import heads, lora, moe, parameters, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.moe import Routing
 from areal_jax.telemetry.programs import Name, Programs
@@ -446,7 +446,7 @@ class TrainStep:
     """What learns and what stays; heads learn with the whole of their trunk."""
     if self._kind != 'policy':
       return params, {}
-    return transformer.partition(self._config, params)
+    return parameters.partition(self._config, params)
 
   def _logps(
       self,
@@ -471,7 +471,7 @@ class TrainStep:
         given=batch.get('routing') if replay else None,
         **place,
     )
-    whole = transformer.with_whole_unembedding(
+    whole = parameters.with_whole_unembedding(
         config, params, states.dtype, **place
     )
     logps, entropy = logprobs.masked_logps(
@@ -644,7 +644,7 @@ class TrainStep:
       held = abstract_network(
           self._reference, 'policy', self._mesh, self._rules
       )
-      held, _ = transformer.partition(self._reference, held)
+      held, _ = parameters.partition(self._reference, held)
       roles['reference'] = Role({}, held)
     return TrainState(roles)
 
@@ -758,10 +758,10 @@ class TrainStep:
 
 
 def _matrix_sides(config: ModelConfig, kind: NetworkKind) -> PyTree:
-  """`transformer.matrix_sides` of the trunk; heads are no matrices."""
+  """`parameters.matrix_sides` of the trunk; heads are no matrices."""
   if kind == 'policy':
-    return transformer.matrix_sides(config)
-  trunk = transformer.matrix_sides(heads.trunk_config(config))
+    return parameters.matrix_sides(config)
+  trunk = parameters.matrix_sides(heads.trunk_config(config))
   return {**trunk, **dict.fromkeys(heads.HEADS[kind])}
 
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.types import Completion, StopReason
 from benchmarks import generate, serving
@@ -101,7 +101,7 @@ def test_products_are_those_of_the_policy():
 
 
 def _flat(config):
-  params = transformer.abstract_params(config)
+  params = parameters.abstract_params(config)
   blocks = params['blocks']
   named = {n: x for n, x in blocks.items() if not n.endswith('bias')}
   return {**named, 'unembedding': params['unembedding']}

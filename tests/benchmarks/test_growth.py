@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.train.packing import Shape
 from benchmarks import growth
 from benchmarks.growth import Point, Series
@@ -68,7 +68,7 @@ def test_memory_may_not_grow_with_microbatches_at_all():
 
 def test_parameters_are_those_of_the_policy():
   config = growth.wide(64)
-  shapes = transformer.abstract_params(config)
+  shapes = parameters.abstract_params(config)
   counted = {
       jax.tree_util.keystr(path): int(np.prod(leaf.shape))
       for path, leaf in jax.tree.leaves_with_path(shapes)

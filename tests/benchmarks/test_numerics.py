@@ -5,7 +5,7 @@ import shutil
 import jax
 import pytest
 
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.hf import save_hf
 from benchmarks.numerics import measure
@@ -22,7 +22,7 @@ def test_rounding_layers_to_bf16_widens_the_gap(data_dir, tmp_path):
       head_size=8,
       mlp_width=48,
   )
-  params = transformer.init_params(config, 0, None, None)
+  params = parameters.init_params(config, 0, None, None)
   # Sharper than initial weights, of which every token is about as likely.
   params['embedding'] *= 20.0
   save_hf(tmp_path, config, jax.device_get(params))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as st
 
-from areal_jax.models import lora, peft, transformer
+from areal_jax.models import lora, parameters, peft, transformer
 from areal_jax.models.config import PROJECTIONS, LoraSettings
 from areal_jax.models.hf import load_hf, save_hf
 from tests.golden.test_models import RELATIVE, folders
@@ -127,7 +127,7 @@ def test_peft_reads_our_adapters_and_we_its(golden_dir, tmp_path, python):
   generator = np.random.default_rng(0)
   adapters = jax.tree.map(
       lambda p: 0.1 * generator.standard_normal(p.shape, np.float32),
-      transformer.partition(config, transformer.abstract_params(config))[0],
+      parameters.partition(config, parameters.abstract_params(config))[0],
   )
   peft.save_peft(tmp_path / 'ours', config, adapters)
   ids = generator.integers(0, config.vocab_size, (2, 17))

@@ -17,7 +17,7 @@ from areal_jax.doctor import __main__ as doctor
 from areal_jax.mesh.crossing import Crossing
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import MeshSettings, machine_devices, mesh_of
-from areal_jax.models import hf, transformer
+from areal_jax.models import hf, parameters
 from tests import small_experiment, tiny
 
 
@@ -61,7 +61,7 @@ def values(folder):
     )
 
   params = jax.tree.map(
-      over, transformer.init_params(tiny.config(), 0, own, Rules())
+      over, parameters.init_params(tiny.config(), 0, own, Rules())
   )
   refused('save_hf', lambda: hf.save_hf(folder, tiny.config(), params))
   crossing = Crossing(

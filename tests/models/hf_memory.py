@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import numpy as st
 
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import hf, transformer
+from areal_jax.models import hf, parameters
 from areal_jax.models.config import ModelConfig
 from tests import tiny
 
@@ -67,7 +67,7 @@ def make(folder: pathlib.Path) -> None:
   generator = np.random.default_rng(0)
   params = jax.tree.map(
       lambda leaf: generator.standard_normal(leaf.shape, np.float32),
-      transformer.abstract_params(CONFIG),
+      parameters.abstract_params(CONFIG),
   )
   hf.save_hf(folder, CONFIG, params, limit=2 * 10**7)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config import ConfigError
-from areal_jax.models import transformer
+from areal_jax.models import parameters, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.families import FAMILIES, Family
 from areal_jax.models.hf import load_hf, save_hf
@@ -52,7 +52,7 @@ def test_a_family_of_a_few_lines_is_read_run_and_written(families, tmp_path):
   rng = np.random.default_rng(0)
   params = jax.tree.map(
       lambda x: rng.normal(size=x.shape).astype('f') / 3,
-      transformer.abstract_params(config),
+      parameters.abstract_params(config),
   )
   save_hf(tmp_path / 'gemma', config, params)
   written = json.loads((tmp_path / 'gemma/config.json').read_text())

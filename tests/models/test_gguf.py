@@ -14,7 +14,7 @@ from safetensors import numpy as st
 
 from areal_jax.config import ConfigError
 from areal_jax.models import gguf as ours
-from areal_jax.models import transformer
+from areal_jax.models import parameters, rope, transformer
 from areal_jax.models.config import ModelConfig, RopeScaling
 from areal_jax.models.hf import load_hf, save_hf
 from areal_jax.models.hf_config import config_from_hf
@@ -104,7 +104,7 @@ def make(folder, **changes):
   generator = np.random.default_rng(3)
   params = jax.tree.map(
       lambda leaf: generator.standard_normal(leaf.shape, np.float32),
-      transformer.abstract_params(config),
+      parameters.abstract_params(config),
   )
   save_hf(folder, config, params)
   return config, st.load_file(folder / 'model.safetensors')
@@ -176,8 +176,8 @@ def test_llama3_scaling_is_read_from_its_divisors(tmp_path):
   # Waves from a few tokens to far beyond 8192: all three branches.
   config, tensors = make(tmp_path / 'before', rope_scaling=scaling)
   plain = make_config()
-  divisors = transformer.rope_frequencies(plain)
-  divisors = divisors / transformer.rope_frequencies(config)
+  divisors = rope.rope_frequencies(plain)
+  divisors = divisors / rope.rope_frequencies(config)
   assert divisors.min() == 1 and divisors.max() == pytest.approx(8)
   stored = {**tensors, 'rope_freqs.weight': divisors}
   write(tmp_path / 'a.gguf', 'llama', config, stored)

@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from areal_jax.config import ConfigError, resolve
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import heads, hf, transformer
+from areal_jax.models import heads, hf, parameters, transformer
 from tests import tiny
 from tests.closeness import assert_close
 
@@ -23,7 +23,7 @@ CONFIG = resolve(tiny.config(tied_embeddings=False))
 
 @pytest.fixture(scope='module')
 def policy():
-  return transformer.init_params(CONFIG, 0, None, None)
+  return parameters.init_params(CONFIG, 0, None, None)
 
 
 @pytest.fixture(scope='module')

@@ -14,7 +14,7 @@ from safetensors import numpy as st
 
 from areal_jax.config import ConfigError, resolve
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import hf, transformer
+from areal_jax.models import hf, parameters
 from areal_jax.models.config import ModelConfig
 from areal_jax.models.families import FAMILIES
 from areal_jax.models.hf import check_hf, load_hf, load_matching, save_hf
@@ -45,7 +45,7 @@ def make_params(config, dtype=np.float32):
       lambda p: np.array(
           [next(count) % 251 for _ in range(p.size)], dtype
       ).reshape(p.shape),
-      transformer.abstract_params(config),
+      parameters.abstract_params(config),
   )
 
 
@@ -110,7 +110,7 @@ def test_parameters_are_loaded_onto_their_devices(saved):
   folder, _, params = saved
   mesh = tiny.mesh(2, 2)
   config, got = load_hf(folder, mesh, Rules())
-  wanted = transformer.param_shardings(config, mesh, Rules())
+  wanted = parameters.param_shardings(config, mesh, Rules())
   assert jax.tree.map(lambda x: x.sharding, got) == wanted
   jax.tree.map(np.testing.assert_array_equal, got, params)
 
@@ -151,7 +151,7 @@ def test_parameters_have_the_dtype_that_is_asked_for(tmp_path, stored, dtype):
   generator = np.random.default_rng(0)
   params = jax.tree.map(
       lambda p: generator.standard_normal(p.shape, np.float32),
-      transformer.abstract_params(config),
+      parameters.abstract_params(config),
   )
   save_hf(tmp_path, config, params, dtype=stored)
   described = json.loads((tmp_path / 'config.json').read_text())
@@ -180,7 +180,7 @@ def test_every_cut_of_the_parameters_is_read(tmp_path, monkeypatch, shape):
     if shape[0] == 4 and rules.layer:
       continue  # two layers do not divide over it
     config, got = load_hf(tmp_path, mesh, rules, overrides=padded)
-    wanted = transformer.param_shardings(config, mesh, rules)
+    wanted = parameters.param_shardings(config, mesh, rules)
     assert jax.tree.map(lambda x: x.sharding, got) == wanted
     cut = {'embedding': np.s_[:6], 'unembedding': np.s_[:, :6]}
     for name, keep in cut.items():
@@ -193,7 +193,7 @@ def test_a_policy_is_exported_in_several_files_and_in_any_dtype(tmp_path):
   config, params = make_config(), make_params(make_config())
   save_hf(tmp_path / 'one', config, params, dtype='bfloat16')
   on = jax.device_put(
-      params, transformer.param_shardings(config, tiny.mesh(2, 2), Rules())
+      params, parameters.param_shardings(config, tiny.mesh(2, 2), Rules())
   )
   save_hf(tmp_path / 'more', config, on, dtype='bfloat16', limit=500)
   index = tmp_path / 'more/model.safetensors.index.json'

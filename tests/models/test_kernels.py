@@ -13,7 +13,13 @@ import pytest
 from areal_jax.compile_check.chips import has_libtpu, parse_topology
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import mesh_of
-from areal_jax.models import attention, paged_attention, transformer, visibility
+from areal_jax.models import (
+    attention,
+    paged_attention,
+    parameters,
+    transformer,
+    visibility,
+)
 from areal_jax.models.config import ModelConfig
 from areal_jax.rollout.engine import Engine
 from areal_jax.rollout.engine_settings import EngineSettings
@@ -49,8 +55,8 @@ def params_on(config, mesh):
       lambda p, sharding: jax.ShapeDtypeStruct(
           p.shape, p.dtype, sharding=sharding
       ),
-      transformer.abstract_params(config),
-      transformer.param_shardings(config, mesh, Rules()),
+      parameters.abstract_params(config),
+      parameters.param_shardings(config, mesh, Rules()),
   )
 
 

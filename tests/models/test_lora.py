@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.config import ConfigError, resolve
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import heads, lora, transformer
+from areal_jax.models import heads, lora, parameters, transformer
 from areal_jax.models.config import PROJECTIONS, LoraSettings, MoeSettings
 from tests import tiny
 from tests.closeness import assert_close
@@ -30,14 +30,14 @@ def noise(config):
   rng = np.random.default_rng(2)
   return jax.tree.map(
       lambda x: (0.2 * rng.normal(size=x.shape)).astype('f'),
-      transformer.abstract_params(config),
+      parameters.abstract_params(config),
   )
 
 
 def moved(config, params, seed=5):
   """The policy after some training: no B is 0 any more."""
   rng = np.random.default_rng(seed)
-  learns, _ = transformer.partition(config, params)
+  learns, _ = parameters.partition(config, params)
   learns = jax.tree.map(
       lambda x: x + 0.2 * rng.normal(size=x.shape).astype('f'), learns
   )
@@ -46,7 +46,7 @@ def moved(config, params, seed=5):
 
 @pytest.fixture(scope='module')
 def initial():
-  return transformer.init_params(CONFIG, 0, None, None)
+  return parameters.init_params(CONFIG, 0, None, None)
 
 
 @pytest.fixture(scope='module')
@@ -100,8 +100,8 @@ def test_scale_is_alpha_over_rank_or_its_root(settings, wanted):
 
 
 def test_a_policy_begins_as_its_base(initial):
-  base = transformer.init_params(PLAIN, 0, None, None)
-  _, stays = transformer.partition(CONFIG, initial)
+  base = parameters.init_params(PLAIN, 0, None, None)
+  _, stays = parameters.partition(CONFIG, initial)
   jax.tree.map(np.testing.assert_array_equal, stays, base)
   np.testing.assert_array_equal(logits(CONFIG, initial), logits(PLAIN, base))
 
@@ -115,9 +115,9 @@ def test_merged_policy_has_the_same_logits(params, initial, wanted):
 
 def test_merging_under_jit_on_a_mesh_equals_merging_on_the_host(params):
   mesh = tiny.mesh(1, 2)
-  shardings = transformer.param_shardings(PLAIN, mesh, Rules())
+  shardings = parameters.param_shardings(PLAIN, mesh, Rules())
   placed = jax.device_put(
-      params, transformer.param_shardings(CONFIG, mesh, Rules())
+      params, parameters.param_shardings(CONFIG, mesh, Rules())
   )
   got = lora.merging(CONFIG, '', shardings)(placed)
   _, host = lora.merged(CONFIG, jax.device_get(params))
@@ -145,7 +145,7 @@ def test_merging_changes_nothing_in_any_family():
   params = noise(config)
   got = logits(config, params)
   assert_close(got, logits(*lora.merged(config, params)))
-  _, stays = transformer.partition(config, params)
+  _, stays = parameters.partition(config, params)
   assert np.abs(got - logits(lora.without(config), stays)).max() > 0.01
 
 
@@ -184,7 +184,7 @@ def test_decode_through_adapters_equals_forward(params, wanted):
 @pytest.mark.parametrize('shape', [(2, 2), (1, 4)])
 def test_adapters_on_four_devices_equal_one_device(params, wanted, shape):
   mesh = tiny.mesh(*shape)
-  shardings = transformer.param_shardings(CONFIG, mesh, Rules())
+  shardings = parameters.param_shardings(CONFIG, mesh, Rules())
   got = logits(CONFIG, jax.device_put(params, shardings), mesh)
   assert_close(got, wanted)
   query = shardings['blocks']['adapters']['query']
@@ -194,7 +194,7 @@ def test_adapters_on_four_devices_equal_one_device(params, wanted, shape):
 
 
 def test_adapters_alone_learn_and_the_filter_says_so(params):
-  learns, stays = transformer.partition(CONFIG, params)
+  learns, stays = parameters.partition(CONFIG, params)
   assert set(learns['blocks']) == {'adapters'} and set(learns) == {'blocks'}
   assert set(learns['blocks']['adapters']) == set(PROJECTIONS)
   assert 'adapters' not in stays['blocks'] and 'embedding' in stays
@@ -203,7 +203,7 @@ def test_adapters_alone_learn_and_the_filter_says_so(params):
       lora.overlaid(stays, learns),
       params,
   )
-  assert transformer.partition(PLAIN, stays) == (stays, {})
+  assert parameters.partition(PLAIN, stays) == (stays, {})
 
 
 def test_overlaying_changes_no_tree_in_place():
@@ -214,7 +214,7 @@ def test_overlaying_changes_no_tree_in_place():
 
 def test_scanned_and_recomputed_layers_have_the_same_gradient(params):
   def gradient(config):
-    learns, stays = transformer.partition(config, params)
+    learns, stays = parameters.partition(config, params)
 
     def loss(learns):
       said = transformer.forward(
@@ -233,15 +233,15 @@ def test_scanned_and_recomputed_layers_have_the_same_gradient(params):
 
 
 def test_new_adapters_on_a_base_are_those_of_initial_parameters(initial):
-  _, base = transformer.partition(CONFIG, initial)
+  _, base = parameters.partition(CONFIG, initial)
   mesh = tiny.mesh(2, 2)
   placed = jax.device_put(
-      base, transformer.param_shardings(PLAIN, mesh, Rules())
+      base, parameters.param_shardings(PLAIN, mesh, Rules())
   )
-  got = transformer.with_adapters(CONFIG, placed, 0, mesh, Rules())
+  got = parameters.with_adapters(CONFIG, placed, 0, mesh, Rules())
   jax.tree.map(np.testing.assert_array_equal, got, initial)
   assert jax.tree.map(lambda x: x.sharding, got) == (
-      transformer.param_shardings(CONFIG, mesh, Rules())
+      parameters.param_shardings(CONFIG, mesh, Rules())
   )
 
 
@@ -250,12 +250,12 @@ def test_frozen_parameters_may_be_bfloat16_and_adapters_are_not():
       lora=LoraSettings(('query', 'down'), 2, base_dtype='bfloat16')
   )
   base = noise(lora.without(config))
-  made = transformer.with_adapters(config, base, 0, None, None)
-  shapes = transformer.abstract_params(config)
+  made = parameters.with_adapters(config, base, 0, None, None)
+  shapes = parameters.abstract_params(config)
   assert jax.tree.map(lambda x: x.dtype, made) == (
       jax.tree.map(lambda x: x.dtype, shapes)
   )
-  learns, stays = transformer.partition(config, made)
+  learns, stays = parameters.partition(config, made)
   assert {str(x.dtype) for x in jax.tree.leaves(learns)} == {'float32'}
   assert {str(x.dtype) for x in jax.tree.leaves(stays)} == {'bfloat16'}
   _, merged = lora.merged(config, made)

@@ -12,7 +12,8 @@ from safetensors import numpy as st
 
 from areal_jax.config import ConfigError, resolve
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import hf, kernels, moe, transformer
+from areal_jax.models import hf, kernels, moe, parameters, transformer
+from areal_jax.models import layer_loop as layer_loop_lib
 from areal_jax.models.config import MoeSettings
 from tests import tiny
 from tests.closeness import assert_close
@@ -348,7 +349,7 @@ POLICIES = {
 
 @functools.cache
 def policy_params():
-  params = transformer.init_params(POLICY, 0, None, None)
+  params = parameters.init_params(POLICY, 0, None, None)
   # Routers that prefer some experts clearly, so that a mistake shows.
   blocks = dict(params['blocks'], router=8 * params['blocks']['router'])
   return {**params, 'blocks': blocks}
@@ -385,7 +386,7 @@ def choices(routing):
 
 
 def test_a_layer_with_one_expert_is_a_plain_mlp():
-  dense_params = transformer.init_params(DENSE, 0, None, None)
+  dense_params = parameters.init_params(DENSE, 0, None, None)
   blocks = dict(dense_params['blocks'])
   sparse = np.array([0, 2])
   for name in ('gate', 'up', 'down'):
@@ -395,7 +396,7 @@ def test_a_layer_with_one_expert_is_a_plain_mlp():
   blocks['router'] = jnp.ones((2, DENSE.width, 1))
   mixed_params = {**dense_params, 'blocks': blocks}
   shapes = jax.tree.map(jnp.shape, mixed_params)
-  wanted = transformer.abstract_params(POLICIES['mixed'])
+  wanted = parameters.abstract_params(POLICIES['mixed'])
   assert shapes == jax.tree.map(jnp.shape, wanted)
   logits, routing = run('mixed', mixed_params)
   wanted, nothing = run('dense', dense_params)
@@ -428,7 +429,7 @@ def mixed(dense, **changes):
 
 @functools.cache
 def mixed_params(dense):
-  params = transformer.init_params(mixed(dense), 0, None, None)
+  params = parameters.init_params(mixed(dense), 0, None, None)
   blocks = dict(params['blocks'], router=8 * params['blocks']['router'])
   return {**params, 'blocks': blocks}
 
@@ -523,7 +524,7 @@ def test_given_choices_reach_their_layers_in_a_scan():
 
 
 def test_a_scan_compiles_each_block_once():
-  runs = transformer._runs
+  runs = layer_loop_lib.runs
   assert runs((True,) * 48) == ((0, 1, 48),)
   assert runs((False, *[True] * 47)) == ((0, 1, 1), (1, 1, 47))
   # aabaabb, of the docstring.
@@ -615,7 +616,7 @@ def test_a_policy_over_several_devices_equals_one_device():
 
   mesh = tiny.mesh(2, 4)
   placed = jax.device_put(
-      policy_params(), transformer.param_shardings(POLICY, mesh, Rules())
+      policy_params(), parameters.param_shardings(POLICY, mesh, Rules())
   )
   (wanted, counts), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(
       policy_params()
@@ -631,13 +632,13 @@ def test_a_policy_over_several_devices_equals_one_device():
 
 def test_experts_lie_on_the_devices_of_their_axis():
   mesh = tiny.mesh(2, 4)
-  specs = transformer.param_shardings(POLICY, mesh, Rules())['blocks']
+  specs = parameters.param_shardings(POLICY, mesh, Rules())['blocks']
   over = ('expert', 'tensor')
   assert specs['expert_up'].spec == P(None, over, 'fsdp', None)
   assert specs['expert_down'].spec == P(None, over, None, 'fsdp')
   assert specs['router'].spec == P(None, ('fsdp', 'expert'), None)
   with pytest.raises(ConfigError, match='expert of size 4 .* the 8 devices'):
-    transformer.param_shardings(POLICY, tiny.mesh(1, 8), Rules(heads=None))
+    parameters.param_shardings(POLICY, tiny.mesh(1, 8), Rules(heads=None))
 
 
 @pytest.mark.parametrize('family', ['mixtral', 'qwen3_moe'])
@@ -649,7 +650,7 @@ def test_a_written_policy_is_read_back_layer_by_layer(family, tmp_path):
       qk_norm=family == 'qwen3_moe',
       moe=MoeSettings(experts=3, chosen=2, width=24, dense_layers=dense),
   )
-  params = transformer.init_params(config, 0, None, None)
+  params = parameters.init_params(config, 0, None, None)
   hf.save_hf(tmp_path, config, params)
   read, found = hf.load_hf(tmp_path, None, None)
   jax.tree.map(np.testing.assert_array_equal, found, params)
@@ -668,6 +669,6 @@ def test_a_written_policy_is_read_back_layer_by_layer(family, tmp_path):
   more = dataclasses.replace(
       config, moe=dataclasses.replace(config.moe, experts=2)
   )
-  fewer = transformer.init_params(more, 0, None, None)
+  fewer = parameters.init_params(more, 0, None, None)
   _, left = hf.load_matching(tmp_path, more, fewer)
   assert 'blocks/expert_up' in left and 'blocks/query' not in left

@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from areal_jax.config import ConfigError
-from areal_jax.models import lora, peft, transformer
+from areal_jax.models import lora, parameters, peft
 from areal_jax.models.config import PROJECTIONS, LoraSettings
 from tests import files, tiny
 
@@ -22,7 +22,7 @@ def params():
   rng = np.random.default_rng(0)
   return jax.tree.map(
       lambda x: rng.normal(size=x.shape).astype('f'),
-      transformer.abstract_params(CONFIG),
+      parameters.abstract_params(CONFIG),
   )
 
 
@@ -69,7 +69,7 @@ def test_published_product_is_the_change_of_the_published_matrix(
 
 def test_what_is_written_is_read_back(folder, params):
   got = peft.load_peft(folder, CONFIG)
-  learns, _ = transformer.partition(CONFIG, params)
+  learns, _ = parameters.partition(CONFIG, params)
   jax.tree.map(np.testing.assert_array_equal, got, learns)
   assert peft.read_settings(folder) == CONFIG.lora
   described = json.loads((folder / 'adapter_config.json').read_text())

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from areal_jax.config import resolve
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.models.shapes import SHAPES, published_shape
 
 # Billions of parameters, from the model cards at https://huggingface.co.
@@ -34,7 +34,7 @@ def test_every_shape_is_compared():
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_parameters_add_up(name):
   config = resolve(published_shape(f'somewhere/{name}'))
-  shapes = jax.tree.leaves(transformer.abstract_params(config))
+  shapes = jax.tree.leaves(parameters.abstract_params(config))
   billions = sum(math.prod(leaf.shape) for leaf in shapes) / 1e9
   assert billions == pytest.approx(PUBLISHED[name], abs=6e-4)
 

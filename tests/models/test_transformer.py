@@ -13,7 +13,8 @@ import pytest
 
 from areal_jax.config import ConfigError
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import block, parameters, transformer
+from areal_jax.models import rope as rope_lib
 from areal_jax.models.config import (
     AttentionSettings,
     LoraSettings,
@@ -101,7 +102,7 @@ def make_params(config):
     middle = one if 'norm' in jax.tree_util.keystr(path) else 0.0
     return (middle + 0.2 * rng.normal(size=like.shape)).astype('f')
 
-  return jax.tree.map_with_path(draw, transformer.abstract_params(config))
+  return jax.tree.map_with_path(draw, parameters.abstract_params(config))
 
 
 def run(config, params, mesh=None):
@@ -142,7 +143,7 @@ def run_decode(config, params, *tables, mesh=None, apart=False):
 
   fed = params
   if apart:
-    fed = transformer.layers_apart(config, params, mesh, Rules())
+    fed = parameters.layers_apart(config, params, mesh, Rules())
     assert [type(layer) for layer in fed['blocks']] == [dict] * config.layers
   results = []
   for table in tables:
@@ -179,7 +180,7 @@ def plain_logits(config, params, ids):
     return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
   def rotate(x, slides):
-    frequencies, stretch = transformer.rope_frequencies(c), 1.0
+    frequencies, stretch = rope_lib.rope_frequencies(c), 1.0
     if c.rope_scaling.kind == 'yarn':
       stretch = 0.1 * np.log(c.rope_scaling.factor) + 1
     if slides and c.sliding_rope_theta:
@@ -266,7 +267,7 @@ def mixed(mixed_params):
 @pytest.fixture(scope='module')
 def initial():
   """Initial parameters as on one device."""
-  return transformer.init_params(INITIAL, 0, None, None)
+  return parameters.init_params(INITIAL, 0, None, None)
 
 
 def test_packed_sequences_have_the_logits_that_each_has_alone(
@@ -348,7 +349,7 @@ def test_layers_are_cut_out_of_stacks_by_kernels_that_are_alike(
   def loss(params, ids):
     return transformer.hidden(config, params, ids, ids, ids).sum()
 
-  params = transformer.abstract_params(config)
+  params = parameters.abstract_params(config)
   text = jax.jit(jax.grad(loss)).lower(params, ids).compile().as_text()
   cuts = re.findall(r' = f32\[1,[\d,]+\]\S* (slice|dynamic-slice)\(', text)
   assert cuts
@@ -375,19 +376,19 @@ def test_layers_are_cut_out_of_stacks_by_kernels_that_are_alike(
 def test_layers_of_one_kind_are_traced_once(monkeypatch, changes, kinds):
   config = make_config(layers=4, **changes)
   traced = []
-  real = transformer.Block.__call__
+  real = block.Block.__call__
 
   def counted(self, *args, **kwargs):
     traced.append(self)
     return real(self, *args, **kwargs)
 
-  monkeypatch.setattr(transformer.Block, '__call__', counted)
+  monkeypatch.setattr(block.Block, '__call__', counted)
   ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
 
   def loss(params, ids):
     return transformer.hidden(config, params, ids, ids, ids).sum()
 
-  jax.jit(jax.grad(loss)).lower(transformer.abstract_params(config), ids)
+  jax.jit(jax.grad(loss)).lower(parameters.abstract_params(config), ids)
   assert len(traced) == kinds
 
 
@@ -489,7 +490,7 @@ def test_decode_writes_the_donated_cache_in_place(loop):
   )
   memory = (
       program.lower(
-          transformer.abstract_params(config),
+          parameters.abstract_params(config),
           integers,
           integers,
           cache,
@@ -570,7 +571,7 @@ def test_less_of_a_layer_is_kept_where_it_is_computed_again():
     def loss(params, config=config):
       return transformer.hidden(config, params, rows, rows, rows + 1).sum()
 
-    program = jax.jit(jax.grad(loss)).lower(transformer.abstract_params(config))
+    program = jax.jit(jax.grad(loss)).lower(parameters.abstract_params(config))
     kept[remat] = program.compile().memory_analysis().temp_size_in_bytes
   assert kept['full'] < kept['dots'] < kept['none']
   # Of each of 8 layers 'full' keeps the input alone, and 'none' the activations
@@ -587,7 +588,7 @@ def test_sides_of_matrices_are_those_of_their_products():
       moe=MoeSettings(experts=2, chosen=1, width=8, dense_layers=(0,)),
       lora=LoraSettings(('query', 'out'), rank=2),
   )
-  sides = transformer.matrix_sides(config)
+  sides = parameters.matrix_sides(config)
   blocks = sides['blocks']
   assert blocks['query'] == blocks['key'] == ((1,), (2, 3))
   assert blocks['out'] == ((1, 2), (3,))
@@ -613,7 +614,7 @@ def test_a_policy_on_2_x_2_devices_equals_one_device(params, logits, gradient):
       unembedding=pad(params['unembedding'], (0, 1)),
   )
   placed = jax.device_put(
-      padded, transformer.param_shardings(config, mesh, Rules())
+      padded, parameters.param_shardings(config, mesh, Rules())
   )
   assert placed['blocks']['query'].sharding.shard_shape((2, 32, 4, 8)) == (
       (2, 16, 2, 8)
@@ -631,7 +632,7 @@ def test_two_kv_heads_serve_four_devices(params, logits):
       embedding=pad(params['embedding'], (3, 0)),
       unembedding=pad(params['unembedding'], (0, 3)),
   )
-  shardings = transformer.param_shardings(wide, mesh, Rules())
+  shardings = parameters.param_shardings(wide, mesh, Rules())
   placed = jax.device_put(padded, shardings)
   assert shardings['blocks']['key'].spec[2] is None
   assert shardings['blocks']['query'].spec[2] == 'tensor'
@@ -646,7 +647,7 @@ def test_layers_that_differ_on_several_devices_equal_one_device(
     shape, mixed, mixed_params
 ):
   mesh, config = tiny.mesh(*shape), make_mixed(layer_loop='scan')
-  shardings = transformer.param_shardings(config, mesh, Rules())
+  shardings = parameters.param_shardings(config, mesh, Rules())
   placed = jax.device_put(mixed_params, shardings)
   program = functools.partial(
       transformer.forward, config, mesh=mesh, rules=Rules()
@@ -731,8 +732,8 @@ def test_bfloat16_of_all_settings_is_close_to_float32(mixed, mixed_params):
 
 def test_initial_values_do_not_depend_on_the_mesh(initial):
   mesh = tiny.mesh(2, 2)
-  four = transformer.init_params(INITIAL, 0, mesh, Rules())
-  shardings = transformer.param_shardings(INITIAL, mesh, Rules())
+  four = parameters.init_params(INITIAL, 0, mesh, Rules())
+  shardings = parameters.param_shardings(INITIAL, mesh, Rules())
   assert jax.tree.map(lambda x: x.sharding, four) == shardings
   jax.tree.map(np.testing.assert_array_equal, four, initial)
 
@@ -760,8 +761,8 @@ def test_initial_norms_multiply_by_one(initial):
 
 
 def test_parameter_trees_have_one_structure(config, params):
-  abstract = transformer.abstract_params(config)
-  axes = transformer.logical_axes(config)
+  abstract = parameters.abstract_params(config)
+  axes = parameters.logical_axes(config)
   named = jax.tree.map(lambda p, names: len(names) == p.ndim, abstract, axes)
   assert all(jax.tree.leaves(named))
   assert jax.tree.structure(abstract) == jax.tree.structure(params)
@@ -769,7 +770,7 @@ def test_parameter_trees_have_one_structure(config, params):
 
 def test_heads_that_do_not_divide_are_refused_with_the_numbers(config):
   with pytest.raises(ConfigError, match='heads of size 4 .* the 8 devices'):
-    transformer.param_shardings(
+    parameters.param_shardings(
         make_config(vocab_size=40), tiny.mesh(1, 8), Rules()
     )
 
@@ -777,7 +778,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers(config):
 def test_rope_frequencies_are_powers_of_theta():
   config = make_config(head_size=4, rope_theta=100.0)
   np.testing.assert_allclose(
-      transformer.rope_frequencies(config), [1, 0.1], rtol=1e-6
+      rope_lib.rope_frequencies(config), [1, 0.1], rtol=1e-6
   )
 
 
@@ -789,14 +790,14 @@ def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
   turns = 16 / (2 * np.pi)
   middle = (turns - 1) / 3
   np.testing.assert_allclose(
-      transformer.rope_frequencies(config),
+      rope_lib.rope_frequencies(config),
       [middle + (1 - middle) / 8, 0.1 / 8],
       rtol=1e-6,
   )
   long = RopeScaling('llama3', 8.0, 1.0, 4.0, original_max_length=10_000)
   config = make_config(head_size=4, rope_theta=100.0, rope_scaling=long)
   np.testing.assert_allclose(
-      transformer.rope_frequencies(config), [1, 0.1], rtol=1e-6
+      rope_lib.rope_frequencies(config), [1, 0.1], rtol=1e-6
   )
 
 
@@ -844,10 +845,10 @@ def test_scaled_frequencies_are_those_of_transformers(
     scaling, wanted, amplitude
 ):
   config = make_config(head_size=16, rope_scaling=scaling)
-  got = transformer.rope_frequencies(config)
+  got = rope_lib.rope_frequencies(config)
   np.testing.assert_allclose(got, wanted, rtol=1e-6)
   assert scaling.amplitude == pytest.approx(amplitude, rel=1e-12)
-  cos, sin = transformer.rope(config, jnp.arange(50))
+  cos, sin = rope_lib.rotations(config, jnp.arange(50))
   angles = np.arange(50)[:, None] * got
   assert_close(cos[:, 0], amplitude * np.cos(angles))
   assert_close(sin[:, 0], amplitude * np.sin(angles))
@@ -868,7 +869,7 @@ def test_dynamic_scaling_encodes_a_token_as_the_last_of_its_sequence(
 ):
   scaling = RopeScaling('dynamic', 4.0, original_max_length=64)
   config = make_config(rope_scaling=scaling)
-  cos, sin = transformer.rope(config, jnp.array([0, length - 1]))
+  cos, sin = rope_lib.rotations(config, jnp.array([0, length - 1]))
   angles = (length - 1) * np.array(wanted)
   assert_close(cos[1, 0], np.cos(angles))
   assert_close(sin[1, 0], np.sin(angles))

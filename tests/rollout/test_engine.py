@@ -15,7 +15,7 @@ from areal_jax.config import ConfigError
 from areal_jax.losses import logprobs
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import mesh_of
-from areal_jax.models import transformer
+from areal_jax.models import parameters, transformer
 from areal_jax.models.config import MoeSettings
 from areal_jax.rollout.decode_state import Pieces
 from areal_jax.rollout.engine import Engine
@@ -850,7 +850,7 @@ def sparse():
   config = tiny.config(
       family='mixtral', moe=MoeSettings(experts=4, width=24, replay=True)
   )
-  weights = transformer.init_params(config, 0, tiny.mesh(), Rules())
+  weights = parameters.init_params(config, 0, tiny.mesh(), Rules())
   weights = jax.tree.map(lambda x: x * 3.0 if x.ndim > 2 else x, weights)
   settings = EngineSettings(**SETTINGS)
   return Engine(config, settings, tiny.mesh(), Rules()), weights

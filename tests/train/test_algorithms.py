@@ -19,7 +19,7 @@ from areal_jax.losses.importance import WeightRule
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh import slices
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import heads, transformer
+from areal_jax.models import heads, parameters, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.metrics import METRICS
@@ -68,12 +68,12 @@ def mesh(fsdp):
 
 @functools.cache
 def host_params(seed=0):
-  return jax.device_get(transformer.init_params(CONFIG, seed, None, None))
+  return jax.device_get(parameters.init_params(CONFIG, seed, None, None))
 
 
 def trainer(settings, fsdp=1, **more):
   on = mesh(fsdp)
-  shardings = transformer.param_shardings(CONFIG, on, RULES)
+  shardings = parameters.param_shardings(CONFIG, on, RULES)
   params = jax.device_put(host_params(), shardings)
   return Trainer(CONFIG, settings, on, RULES, params, **more)
 
@@ -413,7 +413,7 @@ def test_reference_may_be_of_another_shape():
   """A teacher: the student comes nearer to it on the tokens it is asked."""
   shape = dataclasses.replace(CONFIG, width=24)
   on = mesh(1)
-  teacher = transformer.init_params(shape, 5, on, RULES)
+  teacher = parameters.init_params(shape, 5, on, RULES)
   teacher['embedding'] *= 20.0  # so that it prefers something
   made = trainer(
       settings(

@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.config import ConfigError
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import heads, transformer
+from areal_jax.models import heads, parameters
 from areal_jax.train import packing
 from areal_jax.train import preferences as lib
 from areal_jax.train.optimizer import OptimizerSettings
@@ -43,7 +43,7 @@ SETTINGS = PreferenceSettings(
 
 def placed(params, mesh, kind='policy'):
   shardings = (
-      transformer.param_shardings(CONFIG, mesh, RULES)
+      parameters.param_shardings(CONFIG, mesh, RULES)
       if kind == 'policy'
       else heads.param_shardings(CONFIG, kind, mesh, RULES)
   )

@@ -8,7 +8,7 @@ import pytest
 
 from areal_jax.config import ConfigError
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import parameters
 from areal_jax.models.hf import save_hf
 from areal_jax.telemetry.events import EventLog
 from areal_jax.train import pretrained
@@ -49,7 +49,7 @@ def initial(config):
       lambda leaf: jax.device_put(
           generator.standard_normal(leaf.shape, np.float32)
       ),
-      transformer.abstract_params(config),
+      parameters.abstract_params(config),
   )
 
 
@@ -82,7 +82,7 @@ def test_checkpoint_is_loaded_onto_several_devices(places):
   found = pretrained.find(str(places / 'running'), 'at')
   mesh = tiny.mesh(2, 2)
   params = found.load(tiny.config(), mesh, Rules())
-  shardings = transformer.param_shardings(tiny.config(), mesh, Rules())
+  shardings = parameters.param_shardings(tiny.config(), mesh, Rules())
   wanted = tiny.params(5, on=mesh)
   jax.tree.map(np.testing.assert_array_equal, params, wanted)
   assert jax.tree.map(lambda leaf: leaf.sharding, params) == shardings

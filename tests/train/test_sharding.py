@@ -13,7 +13,7 @@ from areal_jax.losses import logprobs
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh.rules import Rules
 from areal_jax.mesh.slices import mesh_of
-from areal_jax.models import transformer
+from areal_jax.models import parameters as parameters_lib
 from areal_jax.models.config import ModelConfig, MoeSettings
 from areal_jax.train import packing
 from areal_jax.train.objectives import policy_objective
@@ -83,7 +83,7 @@ def microbatch():
 
 @functools.cache
 def host_params(config):
-  return jax.device_get(transformer.init_params(config, 0, None, None))
+  return jax.device_get(parameters_lib.init_params(config, 0, None, None))
 
 
 def trained(config, logit_bytes=ALL, updates=False, **shape):
@@ -98,7 +98,7 @@ def trained(config, logit_bytes=ALL, updates=False, **shape):
       PackingSettings(TOKENS, ROWS),
       logit_bytes=logit_bytes // mesh.shape['tensor'],
   )
-  shardings = transformer.param_shardings(config, mesh, Rules())
+  shardings = parameters_lib.param_shardings(config, mesh, Rules())
   state = step.initial_state(jax.device_put(host_params(config), shardings))
   placed = step.place(microbatch(), microbatch().loss_mask.sum(), 1)
   total = step.accumulate(state, [placed])
@@ -207,5 +207,5 @@ def test_the_unembedding_is_gathered_once_and_not_in_each_chunk(monkeypatch):
   assert _gathers_in_chunks(build()) == 0
   # Planted fault: the matrix is handed on as it lies.
   as_it_lies = lambda config, params, *_, **__: params
-  monkeypatch.setattr(transformer, 'with_whole_unembedding', as_it_lies)
+  monkeypatch.setattr(parameters_lib, 'with_whole_unembedding', as_it_lies)
   assert _gathers_in_chunks(build()) >= 2  # forward, and again going back

@@ -11,7 +11,7 @@ from areal_jax.config import ConfigError
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh import slices
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import moe, transformer
+from areal_jax.models import moe, parameters, transformer
 from areal_jax.models.config import LoraSettings, ModelConfig, MoeSettings
 from areal_jax.telemetry.events import EventLog
 from areal_jax.train import (
@@ -65,11 +65,11 @@ def policy_step(
 @functools.cache
 def host_params():
   """The same weights for all meshes, drawn once: drawing them compiles."""
-  return jax.device_get(transformer.init_params(CONFIG, 0, None, None))
+  return jax.device_get(parameters.init_params(CONFIG, 0, None, None))
 
 
 def fresh_state(step, mesh):
-  shardings = transformer.param_shardings(CONFIG, mesh, RULES)
+  shardings = parameters.param_shardings(CONFIG, mesh, RULES)
   return step.initial_state(jax.device_put(host_params(), shardings))
 
 
@@ -622,13 +622,13 @@ def sparse_step(mesh, config=SPARSE, **changes):
 
 @functools.cache
 def sparse_params():
-  params = jax.device_get(transformer.init_params(SPARSE, 0, None, None))
+  params = jax.device_get(parameters.init_params(SPARSE, 0, None, None))
   params['blocks']['router'] = 8 * params['blocks']['router']
   return params
 
 
 def sparse_state(step, mesh):
-  shardings = transformer.param_shardings(SPARSE, mesh, RULES)
+  shardings = parameters.param_shardings(SPARSE, mesh, RULES)
   return step.initial_state(jax.device_put(sparse_params(), shardings))
 
 

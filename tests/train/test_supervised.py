@@ -7,7 +7,7 @@ import pytest
 from areal_jax.config import ConfigError
 from areal_jax.mesh import slices
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import parameters, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.train.packing import PackingSettings
 from areal_jax.train.supervised import WarmStartSettings, supervised_warm_start
@@ -48,7 +48,7 @@ def warm_start(settings_, params, demonstrations=None, on_report=None):
 
 def test_demonstrations_are_learnt_to_their_end():
   mesh = slices.cut(jax.devices(), slices.MeshSettings()).train
-  params = transformer.init_params(CONFIG, 0, mesh, Rules())
+  params = parameters.init_params(CONFIG, 0, mesh, Rules())
   reports = []
   params = warm_start(
       settings(), params, on_report=lambda *report: reports.append(report)

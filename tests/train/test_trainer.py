@@ -17,7 +17,7 @@ from areal_jax.losses.advantages import (
 from areal_jax.losses.policy import PolicyLoss
 from areal_jax.mesh import slices
 from areal_jax.mesh.rules import Rules
-from areal_jax.models import transformer
+from areal_jax.models import parameters, transformer
 from areal_jax.models.config import ModelConfig
 from areal_jax.telemetry.compilations import CompilationCounter
 from areal_jax.telemetry.metrics import METRICS
@@ -111,8 +111,8 @@ def parts():
   settings = slices.MeshSettings(train=slices.TrainMesh(fsdp=2))
   mesh = slices.cut(jax.devices(), settings).train
   rules = Rules()
-  params = jax.device_get(transformer.init_params(CONFIG, 0, mesh, rules))
-  shardings = transformer.param_shardings(CONFIG, mesh, rules)
+  params = jax.device_get(parameters.init_params(CONFIG, 0, mesh, rules))
+  shardings = parameters.param_shardings(CONFIG, mesh, rules)
   return mesh, rules, lambda: jax.device_put(params, shardings)
 
 
