@@ -42,7 +42,7 @@ if typing.TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-  """What the command line asks for; `run` is empty without one."""
+  """The parsed command line; `run` is empty if none was given."""
 
   experiment: Experiment
   run: str
@@ -136,7 +136,7 @@ def evaluate(asked: Asked) -> Evaluation:
 
 
 def _version(run: str) -> int:
-  """How often the policy of a run was updated; 0 where nobody says."""
+  """Returns the version of a run's policy; 0 where it is not recorded."""
   file = pathlib.Path(run) / run_folder.SUMMARY
   if not run or not file.is_file():
     return 0

@@ -69,7 +69,7 @@ _WANTED = "empty, 'auto', the folder of a run, or a checkpoint"
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-  """Where a run begins.
+  """The place where a run begins.
 
   Attributes:
     folder: of the run that goes on; None to make a new one.
@@ -86,7 +86,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-  """What a checkpoint holds beside arrays, settings and files.
+  """The part of a checkpoint beside arrays, settings and files.
 
   Attributes:
     snapshot: ledger, groups, draws and data position, at one cut.
@@ -114,7 +114,7 @@ class SavedRun:
 
   @property
   def version(self) -> int:
-    """Of the policy; so many steps are done."""
+    """Version of the policy, the number of steps done."""
     return self.snapshot.ledger.version
 
 
@@ -134,7 +134,7 @@ def folder_of(run: pathlib.Path, folder: str) -> epath.Path:
 
 
 def find(resume: str, output: str, name: str, folder: str) -> Start:
-  """What `--config.resume` means.
+  """Finds the place that `--config.resume` names.
 
   Args:
     resume: its value.
@@ -216,7 +216,7 @@ def _require_whole(
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
-  """What all checkpoints of a run hold alike.
+  """The part that all checkpoints of a run share.
 
   Attributes:
     config: the resolved settings as plain data.
@@ -296,7 +296,7 @@ def _mesh(mesh: jax.sharding.Mesh) -> dict[str, Any]:
 
 
 def read(saved: Saved) -> SavedRun:
-  """What `parts` was given.
+  """Reads what `parts` wrote.
 
   Raises:
     ConfigError: the checkpoint is of a policy alone, and of no run.
@@ -520,7 +520,7 @@ def _flat(tree: Any, at: str = '') -> dict[str, Any]:
 
 
 def origin(fixed: RunIdentity, seed: int, attempt: int) -> dict[str, Any]:
-  """What `Schedule.runs` holds of a start of a run."""
+  """Returns the entry of `Schedule.runs` for a start of a run."""
   return {
       **describe(seed, fixed.policy, fixed.tokenizer),
       'attempt': attempt,
@@ -532,7 +532,7 @@ def origin(fixed: RunIdentity, seed: int, attempt: int) -> dict[str, Any]:
 def describe(
     seed: int, policy: Mapping[str, Any], tokenizer: Mapping[str, bytes]
 ) -> dict[str, Any]:
-  """What makes a schedule one of this run, as JSON.
+  """Returns what identifies a schedule as one of this run, as JSON.
 
   Args:
     seed: of the run.
@@ -665,7 +665,7 @@ class Keeper:
     )
 
   def due(self, step: int) -> bool:
-    """Whether this step is to be saved: call it once a step.
+    """Returns whether this step is to be saved; call it once a step.
 
     One that falls due while another is being written gives way to the first
     step after that, because training waits for no disk. The last step does.
@@ -714,7 +714,7 @@ class Keeper:
     return bool(self._settings.keep_best) and step < self._last
 
   def explain(self) -> str:
-    """What is being written, for how long; any thread may ask."""
+    """Describes what is being written; any thread may call it."""
     return self._checkpointer.explain()
 
   def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
@@ -759,7 +759,7 @@ class Keeper:
     self._checkpointer.close()
 
   def counts(self) -> dict[str, int | float]:
-    """What became of them; the seconds are those that training waited."""
+    """Counts saves and failures, and the seconds that training waited."""
     return {
         'checkpoints_saved': self._checkpointer.saved,
         'checkpoints_failed': self._checkpointer.failed,

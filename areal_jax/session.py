@@ -118,7 +118,7 @@ _SLOW_BYTES_PER_S = 1e7  # on their way from mesh to mesh
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What a finished run leaves: its folder and its summary, as written."""
+  """The folder and the summary of a finished run, as written."""
 
   folder: pathlib.Path
   summary: dict[str, Any]
@@ -244,7 +244,7 @@ def _modules_left_alone() -> Iterator[None]:
 
 
 def _start(prepared: Prepared) -> tuple[Start, SavedRun | None]:
-  """Where the run begins, and what it carries on, checked."""
+  """Returns where the run begins and what it carries on, checked."""
   settings = prepared.settings
   start = resume.find(
       settings.resume,
@@ -563,7 +563,7 @@ class Session:
   # Silence. These are called in the watchdog's thread.
 
   def _moved(self) -> tuple[Any, ...]:
-    """Whatever changes as soon as something moves."""
+    """Returns counters that the watchdog compares to notice a stalled run."""
     controller = self._controller
     return (
         controller and (controller.answers, controller.ledger.drawn),
@@ -596,7 +596,7 @@ class Session:
     )
 
   def _report(self) -> str:
-    """Who waits for whom."""
+    """Describes who waits for whom."""
     controller = self._controller
     parts = [
         controller.explain() if controller else 'no group has been drawn yet',
@@ -1400,7 +1400,7 @@ class Session:
     return stalls
 
   def _swaps(self) -> int:
-    """How many there were, the first ones not counted."""
+    """Counts weight swaps, excluding initial loads."""
     return sum(
         max(0, self._events.count('swap', f'swap/{loop.name}') - 1)
         for loop in self._rollout.loops
@@ -1433,7 +1433,7 @@ class Session:
     return earlier + time.monotonic() - self._started
 
   def _text(self, trajectory: Trajectory) -> str:
-    """What was sampled, special tokens left out."""
+    """Returns the text of what was sampled, without special tokens."""
     return self._decode(trajectory.ids[trajectory.sampled])
 
   def _finish(
@@ -1572,7 +1572,7 @@ class Book:
     self._skipped = values['skipped_steps']
 
   def state(self) -> dict[str, Any]:
-    """What `restore` needs, as JSON."""
+    """Returns what `restore` needs, as JSON."""
     tokens, idle = self._rollout_so_far()
     return {
         'seconds': self.seconds,
@@ -1614,7 +1614,7 @@ class Book:
     )
 
   def mark(self) -> Mark:
-    """Where the run stands, for `rates`."""
+    """Returns the sums so far, for `rates`."""
     tokens, idle = self._rollout_so_far()
     return Mark(self.seconds, tokens, idle, self.waiting.seconds)
 
@@ -1652,7 +1652,7 @@ class Book:
 
 
 def scores_differ(group: Group) -> bool:
-  """Whether a group has something to compare; one member alone has not."""
+  """Returns whether a group has scores that differ."""
   return len({t.reward.score for t in group.trajectories}) > 1
 
 

@@ -50,7 +50,7 @@ _STOP_SECONDS = 30.0  # for the tasks of an event loop to end in
 
 
 class Stalled(TimeoutError):
-  """Nothing came within the time limit; the text says who waits for whom."""
+  """Nothing arrived within a time limit; the text says who waits."""
 
 
 class AsyncThread:
@@ -268,7 +268,7 @@ class Rollout:
     require_living(self.loops, self.evicts)
 
   def explain(self) -> str:
-    """What each engine does and who waits for it, in lines."""
+    """Describes what each engine does and who waits for it, a line each."""
     return '\n  '.join(loop.explain() for loop in self.loops)
 
   def compile_ahead(self, dtype: str = '') -> None:
@@ -312,7 +312,7 @@ class Rollout:
 
   @property
   def engine_counts(self) -> dict[str, float]:
-    """What caches have saved, what they ran short of, what slots were used.
+    """Counts cache hits, shortages of pages, and slots used.
 
     By the names of the metrics, over all replicas; the pages are those of the
     replica that held most of them at once.
@@ -354,7 +354,7 @@ def build_rollout(
     exact: bool = False,
     release_idle: bool = False,
 ) -> Rollout:
-  """One engine and loop for each rollout mesh, and what joins them.
+  """Builds an engine and a loop for each rollout mesh, and connects them.
 
   Args:
     config: the policy's shape.

@@ -140,7 +140,7 @@ class Signals:
 
 
 def _waits_for_threads() -> bool:
-  """Whether the program is over but for threads that it waits for."""
+  """Returns whether only threads still keep the program from ending."""
   frame = sys._current_frames().get(threading.main_thread().ident)
   while frame is not None:
     if (frame.f_globals.get('__name__'), frame.f_code.co_name) == (

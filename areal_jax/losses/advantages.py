@@ -54,7 +54,7 @@ MAX_KL_REWARD = 10.0
 
 @dataclasses.dataclass
 class Normalization:
-  """How numbers are compared with one another; formula at the top.
+  """Settings of a normalization; the formula is at the top of this file.
 
   Attributes:
     mean: whose mean is taken off.
@@ -114,7 +114,7 @@ class LengthPenalty:
 
 @dataclasses.dataclass
 class AdvantageSettings:
-  """How rewards become advantages. The default is GRPO.
+  """Settings of the way from rewards to advantages. The default is GRPO.
 
   Attributes:
     reward_scale, reward_bias, reward_clip: the reward used is
@@ -166,7 +166,7 @@ class AdvantageSettings:
 
 @dataclasses.dataclass(frozen=True)
 class TokenAdvantages:
-  """What `token_advantages` returns: N arrays [T_i] float32 of each.
+  """The result of `token_advantages`: N arrays [T_i] float32 of each.
 
   Attributes:
     advantages: 0 where not sampled.

@@ -26,7 +26,7 @@ RuleMetric = Literal['ratio', 'k1', 'k2', 'k3', 'k3_reversed']
 
 @dataclasses.dataclass
 class WeightRule:
-  """What is done where proximal and behavior policy are too far apart.
+  """A rule for tokens whose proximal and behavior policies are far apart.
 
   With d = log π_prox - log π_behav of a token, the metrics are
 
@@ -193,7 +193,7 @@ def second_moment_keep(
     *,
     threshold: float,
 ) -> np.ndarray:
-  """Which tokens M2PO leaves in the loss; over the whole batch, on the host.
+  """Chooses the tokens that M2PO keeps, over the whole batch, on the host.
 
   Tokens of the largest δ² = (log π_prox - log π_behav)² are dropped, as few as
   bring the mean of the rest below the threshold; one token always stays.
@@ -227,7 +227,7 @@ def second_moment_keep(
 def _metric(
     rule: WeightRule, distance: Array, mask: Array, segment_ids: Array | None
 ) -> Array:
-  """What a rule judges, [B, T]; the same for all tokens of a sequence."""
+  """Computes what a rule compares with its bounds, [B, T]."""
   held = jnp.clip(distance, -masking.MAX_LOG_RATIO, masking.MAX_LOG_RATIO)
   value = {
       'ratio': lambda: distance,

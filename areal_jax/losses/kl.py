@@ -68,7 +68,7 @@ def saturates(logps: Array, reference_logps: Array) -> Array:
 def estimate(
     kind: Kind, logps: Array, reference_logps: Array, mask: Array
 ) -> Array:
-  """One estimate a token.
+  """Estimates the KL divergence at each token.
 
   Args:
     kind: 'k1', 'k2' or 'k3'.

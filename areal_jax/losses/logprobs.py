@@ -134,7 +134,7 @@ def masked_logps(
 def _predictions(
     ids: Array, segment_ids: Array, temperatures: Array
 ) -> tuple[Array, Array, Array]:
-  """What stands next: whether it is predicted, its id and its temperature."""
+  """Returns what each position predicts: whether, which id, temperature."""
   segment_ids = jnp.asarray(segment_ids)
   following = _left(segment_ids)
   predicts = (following == segment_ids) & (following > 0)

@@ -53,7 +53,7 @@ RatioLevel = Literal['token', 'sequence', 'sequence_token']
 
 @dataclasses.dataclass
 class PolicyLoss:
-  """What the policy is trained on. The default is decoupled PPO.
+  """Settings of the policy loss. The default is decoupled PPO.
 
   Attributes:
     objective: J of a token, with the advantage A:
@@ -112,7 +112,7 @@ class PolicyLoss:
 
   @property
   def needs_segments(self) -> bool:
-    """Whether anything is computed over a sequence."""
+    """Returns whether anything is computed over a sequence."""
     return (
         self.ratio_level != 'token'
         or self.objective == 'geometric_mean'
@@ -123,7 +123,7 @@ class PolicyLoss:
 
   @property
   def needs_ages(self) -> bool:
-    """Whether the proximal policy is interpolated by age."""
+    """Returns whether the proximal policy is interpolated by age."""
     return self.proximal in ('loglinear', 'linear')
 
   def validate(self, at: str) -> None:
@@ -367,7 +367,7 @@ def policy_loss(
 
 @dataclasses.dataclass(frozen=True)
 class _Gain:
-  """What the tokens are worth, all [B, T].
+  """The parts of the objective by token, all [B, T].
 
   Attributes:
     objective: float32 J, with the gradient.

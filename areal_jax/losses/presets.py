@@ -28,7 +28,7 @@ from areal_jax.losses.policy import PolicyLoss
 
 @dataclasses.dataclass
 class Preset:
-  """One algorithm.
+  """The settings of one published algorithm.
 
   Attributes:
     advantages, loss: its settings.

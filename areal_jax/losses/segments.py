@@ -45,7 +45,7 @@ def largest(x: Array, mask: Array, segment_ids: Array) -> Array:
 
 
 def _by_row(reduce, x: Array, segment_ids: Array) -> Array:
-  """What `reduce` makes of each sequence, at each of its positions."""
+  """Reduces each sequence and repeats the result at its positions."""
   segments = x.shape[1] + 1  # at most T sequences, and padding
 
   def row(x, ids):

@@ -37,7 +37,7 @@ def weight_sums(name: str, weight: Array, mask: Array) -> dict[str, Array]:
 def gap_by_age(
     proximal_logps: Array, behavior_logps: Array, mask: Array, ages: Array
 ) -> dict[str, Array]:
-  """How far engine and trainer are apart, for each of `AGES`.
+  """Sums the gap between engine and trainer for each of `AGES`.
 
   Tokens of age 0 were sampled under the weights that they are scored under, so
   their gap is numerics alone.

@@ -17,7 +17,7 @@ from areal_jax.losses import masking
 
 @dataclasses.dataclass
 class ValueLoss:
-  """How a critic learns.
+  """Settings of the loss of a critic.
 
   Attributes:
     clip: how far a value may move from the one before the step and still be

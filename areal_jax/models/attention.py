@@ -137,7 +137,7 @@ def _run_rows(
     cap: float,
     platform: str,
 ) -> Array:
-  """One form on what one device has, or on the whole of it."""
+  """Runs one form of attention on a device's part, or on everything."""
   if name == 'grouped':
     return attend_grouped(q, k, v, visible.mask(window), cap)
   if name == 'by_head':
@@ -201,7 +201,7 @@ def _attend_by_splash(
 
 @dataclasses.dataclass(frozen=True)
 class _RowCut:
-  """How rows [B, T, N, H] and keys [B, C, K, H] are cut over a mesh.
+  """The cut of rows [B, T, N, H] and keys [B, C, K, H] over a mesh.
 
   Attributes:
     mesh: None for one device.
@@ -280,7 +280,7 @@ class _RowCut:
     )(q, k, v, visible, more)
 
   def _own_heads(self, x: Array, count: int, group: int) -> Array:
-    """Of all key/value heads those that this device's query heads look at."""
+    """Selects the key/value heads of this device's query heads."""
     first = jax.lax.axis_index(self.heads) * count
     if group % count == 0:
       return jax.lax.dynamic_slice_in_dim(x, first // group, 1, 2)

@@ -107,7 +107,7 @@ class Block(nnx.Module):
       routers: Routers,
       sparse: bool,
   ) -> tuple[Array, Any, Any, Routing | None]:
-    """One layer on flat tokens; this module holds one layer's parameters.
+    """Applies one layer to flat tokens; the module holds its parameters.
 
     Args:
       x: [M, D] residual stream. Dense layers take flat tokens: products of
@@ -204,7 +204,7 @@ class Block(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Routers:
-  """What is given to routers and asked of them.
+  """Input of routers, and what is asked of them.
 
   Attributes:
     given: [M, k] choices to use, or [L, M, k]; None lets the routers choose.

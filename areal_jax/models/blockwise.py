@@ -39,7 +39,7 @@ NO_WINDOW = np.iinfo(np.int32).max
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Row:
-  """What decides which keys a query sees, of one row or with axes before.
+  """Positions and segments of one row, or of several with axes before.
 
   Attributes:
     query_places: [T].
@@ -141,7 +141,7 @@ def _rows(
     window: Array | int,
     blocks: tuple[int, int],
 ) -> _Row:
-  """Which blocks are needed, row by row; shapes of `_Row` with B before."""
+  """Finds the blocks that are needed, row by row."""
   many, few = blocks
   b = len(query_segments)
   queries = query_places.reshape(-1, many)
@@ -178,7 +178,7 @@ def _ends(segments: Array) -> tuple[Array, Array]:
 
 
 def _span(needed: Array) -> tuple[Array, Array]:
-  """From the first to behind the last True of the last axis; 0, 0 for none."""
+  """Returns the first True of the last axis and the end behind the last one."""
   count = needed.shape[-1]
   places = jnp.arange(count)
   first = jnp.where(needed, places, count).min(-1)
@@ -188,7 +188,7 @@ def _span(needed: Array) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-  """What a program is built for."""
+  """The static settings of a program."""
 
   cap: float
   many: int  # queries of a block

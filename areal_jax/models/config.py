@@ -23,7 +23,7 @@ EXPERT_PARAMETERS = ('router', 'expert_gate', 'expert_up', 'expert_down')
 
 @dataclasses.dataclass
 class RopeScaling:
-  """How rotary frequencies are stretched for contexts longer than trained.
+  """Settings that stretch rotary frequencies to contexts longer than trained.
 
   'linear' divides them all by `factor`.
 
@@ -80,7 +80,7 @@ class RopeScaling:
 
   @property
   def amplitude(self) -> float:
-    """What cosines and sines are multiplied by: 1 but for 'yarn'.
+    """Returns the factor of cosines and sines; 1 except for 'yarn'.
 
     0.1 ln(factor) + 1, of https://arxiv.org/abs/2309.00071, or the ratio of two
     such numbers where both mscales weigh the logarithm, as DeepSeek does.

@@ -55,7 +55,7 @@ _HALF = ('bfloat16', 'float16')
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """What the form of rows depends on; counts are those of one device.
+  """Everything that the form of rows depends on; counts are of one device.
 
   Attributes:
     platform: 'cpu', 'gpu' or 'tpu'.
@@ -88,7 +88,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-  """What the form of pages depends on.
+  """Everything that the form of pages depends on.
 
   Attributes:
     platform: 'cpu', 'gpu' or 'tpu'.
@@ -140,7 +140,7 @@ def of_pages(setting: str, pages: Pages) -> str:
 
 
 def flattens(form: str) -> bool:
-  """Whether a form of pages wants the heads side by side; see `Pages`."""
+  """Returns whether a form of pages wants heads side by side; see `Pages`."""
   return form == 'mosaic'
 
 
@@ -166,7 +166,7 @@ def _few_whole_heads(rows: Rows) -> bool:
 
 
 def _splash_wants(rows: Rows) -> str:
-  """What the kernel lacks for these rows; '' if nothing."""
+  """Returns what the kernel lacks for these rows; '' if nothing."""
   if rows.queries % _LANES or rows.keys % _LANES:
     return f'queries and keys in multiples of {_LANES}'
   if rows.head_size % (_LANES // 2) and rows.platform != 'cpu':

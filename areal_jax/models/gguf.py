@@ -27,7 +27,7 @@ from areal_jax.models.hf_config import config_to_hf
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-  """How a family of ours is stored.
+  """The layout of one family in a GGUF file.
 
   `interleaved` says whether rows of queries and keys are in the order of
   Meta's checkpoints, pairs (2i, 2i + 1).
@@ -132,7 +132,7 @@ class File:
     return self.fields[name]
 
   def _scaled(self, config: ModelConfig) -> ModelConfig:
-    """With the scaling that explains the divisors of the frequencies."""
+    """Adds the scaling that explains the divisors of the frequencies."""
     divisors = _read(self.tensors[_ROPE]).ravel()
     # The slowest waves are divided by the whole factor; the rest of Llama
     # 3.1's, 3.2's and 3.3's settings is the same in all of them.

@@ -150,7 +150,7 @@ def values(
     mesh: Mesh | None = None,
     rules: Rules | None = None,
 ) -> Array:
-  """What a critic expects of each state.
+  """Computes a critic's value of each state.
 
   V_t = w · h_t + b, h_t the normed state of the last layer at token t, which
   has seen the tokens up to and with t. The value before a token was sampled is
@@ -185,7 +185,7 @@ def scores(
     mesh: Mesh | None = None,
     rules: Rules | None = None,
 ) -> Array:
-  """What a reward model makes of each sequence, at its last token.
+  """Computes a reward model's score of each sequence, at its last token.
 
   r = w · h_last, and one sequence is preferred to another with probability
   sigmoid(r - r'), so a score has no zero of its own.

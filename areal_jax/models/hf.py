@@ -73,7 +73,7 @@ class Row:
     return tuple(math.prod(shape[a] for a in group) for group in groups)
 
   def write(self, ours: np.ndarray) -> np.ndarray:
-    """One tensor of ours as it is published."""
+    """Converts one parameter to its published tensors."""
     order = [a for group in self.groups(ours.ndim) for a in group]
     return ours.transpose(order).reshape(self.hf_shape(ours.shape))
 
@@ -317,7 +317,7 @@ class _Source:
     self.shapes = _shapes(_unpadded(config), head)
 
   def fits(self, row: Row) -> bool:
-    """Whether the published tensors make up a parameter like this."""
+    """Returns whether published tensors make up a parameter of this shape."""
     parts = _parts(self.config, row)
     more = {
         row.hf.format(layer=self.config.layers, expert=0),
@@ -347,7 +347,7 @@ class _Source:
       sharding: jax.sharding.Sharding | None,
       dtype: Any,
   ) -> jax.Array:
-    """One parameter on its devices.
+    """Loads one parameter onto its devices.
 
     Args:
       row: of the table.
@@ -408,7 +408,7 @@ class _Source:
     return self.tensors[name].header()
 
   def _difference(self, header: Any, wanted: tuple[int, ...]) -> str:
-    """What is wrong with a tensor; empty if nothing is."""
+    """Describes what is wrong with a tensor; empty if nothing is."""
     shape, kind = tuple(header.get_shape()), header.get_dtype()
     if shape != wanted:
       return f'has shape {shape}, wanted {wanted} by {_CONFIG}'
@@ -601,7 +601,7 @@ def _check_names(
 
 
 def _equal(one: Any, other: Any) -> bool:
-  """Whether two matrices are the same, a few rows at a time."""
+  """Returns whether two matrices are equal, a few rows at a time."""
   shape = one.get_shape()
   if shape != other.get_shape():
     return False

@@ -233,7 +233,7 @@ def attend_pages_by_mosaic(
     cap: float,
     interpret: bool,
 ) -> Array:
-  """One query a slot, [S, N, H] float32; see `attention.attend_paged`.
+  """Attends with one query a slot, [S, N, H] float32; see `attend_paged`.
 
   A step of the grid has the queries of a slot and a block of its pages, which
   are copied while the step before computes. The steps are a list of the blocks
@@ -378,7 +378,7 @@ def attend_pages_by_triton(
     cap: float,
     interpret: bool,
 ) -> Array:
-  """One query a slot, [S, N, H] float32; see `attention.attend_paged`.
+  """Attends with one query a slot, [S, N, H] float32; see `attend_paged`.
 
   A program has the queries of one key/value head of a slot and walks a stretch
   of its pages; the stretches' mixtures are put together behind it, each

@@ -258,7 +258,7 @@ def given_to(
 
 
 def place_of(config: ModelConfig, name: str, layer: int) -> int:
-  """Where the layer lies along the L of a parameter; 0 if it does not."""
+  """Returns the layer's index along the L of a parameter, or 0."""
   layers = config.layers_with(name)
   return layers.index(layer) if layer in layers else 0
 
@@ -284,7 +284,7 @@ def of_layer(
 
 
 def first_alike(config: ModelConfig) -> list[int]:
-  """For each layer the first that slides as it does, and has experts or not."""
+  """Maps each layer to the first layer of its kind."""
   kinds = [
       (n in config.sliding_layers, n in config.sparse_layers)
       for n in range(config.layers)

@@ -49,7 +49,7 @@ class Adapter(nnx.Module):
     self.b = nnx.LoRAParam(b, axes=('layer', 'rank', *out_axes))
 
   def __call__(self, x: Array) -> Array:
-    """What one layer's adapter adds: [M, inputs] to [M, outputs], both flat."""
+    """Computes what one layer's adapter adds, [M, inputs] to [M, outputs]."""
     a, b = self.a[...].astype(x.dtype), self.b[...].astype(x.dtype)
     low = x @ a.reshape(x.shape[-1], -1)
     return self.scale * (low @ b.reshape(low.shape[-1], -1))
@@ -126,7 +126,7 @@ def overlaid(base: Params, part: Params) -> Params:
 
 
 def part_of(tree: Params, names: Params) -> Params:
-  """Those leaves of a tree that another one has too, whatever it holds."""
+  """Restricts `tree` to the paths present in `like`."""
   if not isinstance(names, dict):
     return tree
   return {name: part_of(tree[name], inner) for name, inner in names.items()}

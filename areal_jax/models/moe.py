@@ -47,7 +47,7 @@ UNKNOWN = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-  """What one router did, or several with a leading axis L.
+  """The choices of one router, or of several with a leading axis L.
 
   Attributes:
     experts: [M, k] int32, the chosen ones, best first unless they were given.
@@ -73,7 +73,7 @@ def route(
     renormalise: bool,
     given: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-  """Which experts a token goes to, and with what weight.
+  """Chooses the experts of each token, and their weights.
 
   p = softmax(h W); the k largest are chosen (of equal ones the first), with
   weights p or, renormalised, p / Σ p over the chosen. Given choices replace the
@@ -132,7 +132,7 @@ def measure(
 
 
 def balance_loss(counts: Array, mass: Array, tokens: Array) -> Array:
-  """How unevenly tokens are spread, mean over the layers.
+  """Measures how unevenly tokens are spread over experts, mean over layers.
 
   E Σ_e f_e P_e, f_e the share of tokens that chose e and P_e the mean
   probability of e, which alone carries gradient. k where all is even, at most

@@ -44,7 +44,7 @@ def attend_paged(
     mesh: Mesh | None = None,
     rules: Rules | None = None,
 ) -> Array:
-  """One query a slot over the slot's own pages, up to its position.
+  """Attends with one query a slot over the slot's pages, up to its position.
 
   Args:
     q: [S, N, H] scaled queries.

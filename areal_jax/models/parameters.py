@@ -87,7 +87,7 @@ def with_adapters(
 
 
 def partition(config: ModelConfig, tree: Params) -> tuple[Params, Params]:
-  """What learns and what stays as it is, of parameters or a tree like them.
+  """Splits parameters, or a tree like them, into trainable and frozen parts.
 
   With adapters those are `nnx.LoRAParam`s and the others; without, everything
   learns. `lora.overlaid` puts the two together again.
@@ -131,7 +131,7 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules) -> Params:
 
 
 def matrix_sides(config: ModelConfig) -> Params:
-  """Which parameters are stacks of matrices, for optimizers that look at them.
+  """Finds the parameters that are stacks of matrices, for optimizers.
 
   Returns:
     Where the parameters have arrays: two tuples, the dimensions that a layer's
@@ -159,7 +159,7 @@ def matrix_sides(config: ModelConfig) -> Params:
 def reads_apart(
     config: ModelConfig, mesh: Mesh | None, rules: Rules | None
 ) -> bool:
-  """Whether `layers_apart` takes parameters apart."""
+  """Returns whether `layers_apart` takes parameters apart."""
   on_cpu = Layout(mesh, rules).platform == 'cpu'
   return on_cpu and config.layer_loop != 'scan'
 
@@ -201,7 +201,7 @@ def layers_apart(
 
 
 def layer_apart(blocks: Params, places: Array, join: bool) -> Params:
-  """One layer of `layers_apart`.
+  """Cuts one layer out, for `layers_apart`.
 
   Args:
     blocks: the stacks.

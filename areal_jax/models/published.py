@@ -244,7 +244,7 @@ def _parts(shapes: Sequence[Shape], limit: int) -> dict[str, list[Shape]]:
 
 
 def _header(shapes: Sequence[Shape]) -> tuple[bytes, dict[str, int]]:
-  """What stands before the numbers, and where each tensor's begin behind it.
+  """Builds the header of a file and the offset of each tensor behind it.
 
   See https://github.com/huggingface/safetensors, 'Format': the length of the
   JSON as 8 bytes, little end first, then the JSON, filled up with spaces.

@@ -45,7 +45,7 @@ def rotations(config: ModelConfig, positions: Array) -> Rope:
 
 
 def _dynamic_stretch(config: ModelConfig, positions: Array) -> Array:
-  """What frequencies are multiplied by at positions [M, 1, 1].
+  """Computes the factor of frequencies at positions [M, 1, 1].
 
   A base that is r^(H / (H - 2)) times as large makes frequency i of H / 2
   r^(-2i / (H - 2)) times as large. r = f n / N - (f - 1) for n > N tokens, with
@@ -91,7 +91,7 @@ def _kept_by_yarn(config: ModelConfig) -> np.ndarray:
   rope, h = config.rope_scaling, config.head_size
 
   def number(turns):
-    """That of the frequency with so many turns in the context trained on."""
+    """Returns the index of the frequency with `turns` turns in the context."""
     wave = rope.original_max_length / (turns * 2 * np.pi)
     return h * math.log(wave) / (2 * math.log(config.rope_theta))
 

@@ -75,7 +75,7 @@ _abstracts: dict[str, tuple[nnx.GraphDef, nnx.State]] = {}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-  """What is cached of B sequences, for `prefill` to go on from.
+  """Cached keys and values of B sequences, for `prefill` to go on from.
 
   Attributes:
     keys: [L, pages, page, K, H] the cache, keys rotated; as for `decode`.
@@ -436,7 +436,7 @@ def decode(
     mesh: Mesh | None = None,
     rules: Rules | None = None,
 ) -> tuple[Array, Array, Array]:
-  """One token a slot: writes its key and value, and returns its logits.
+  """Decodes one token a slot: writes its key and value, returns its logits.
 
   Logical position p of slot s lives at offset p % page of page
   `page_table[s, p // page]`. Donate the cache: it is written in place.

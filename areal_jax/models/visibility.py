@@ -25,7 +25,7 @@ MASKED = blockwise.MASKED
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-  """Which keys a query sees: those of its segment that are not ahead of it.
+  """Positions and segments that decide which keys a query sees.
 
   Two packed sequences and padding, [1, 6]: places 0 1 2 3 4 5, segments
   1 1 2 2 2 0. The query at place 4 sees keys 2, 3 and 4, that at 5 none.
@@ -63,7 +63,7 @@ class Visibility:
 
   @property
   def whole(self) -> bool:
-    """Whether it is known that queries and keys are the same whole rows."""
+    """Returns whether queries and keys are known to be the same whole rows."""
     known = isinstance(self.query_places, np.ndarray)
     return known and self.query_places is self.key_places
 
@@ -101,7 +101,7 @@ def with_known_window(
 
 
 def merge_softmax(one, other):
-  """Of (largest score, sum of exp, mixture) of two parts, those of both."""
+  """Merges two partial softmax results (maximum, sum of exp, mixture)."""
   best = jnp.maximum(one[0], other[0])
   scales = jnp.exp(one[0] - best), jnp.exp(other[0] - best)
   return best, *(

@@ -41,7 +41,7 @@ from areal_jax.rollout.pages import PagePool
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-  """What a slot has of the cache.
+  """The part of the cache that one slot has.
 
   Attributes:
     slot: where it is.
@@ -250,7 +250,7 @@ class SlotCache:
     return sequence
 
   def next_piece(self, *, long: bool) -> Pieces | None:
-    """What one prefill program shall compute next, counted as computed.
+    """Chooses the work of the next prefill program; counts it as computed.
 
     Pieces of one bucket go together, oldest first, each in a row of its own
     shard's. A piece that another one of the same program has to precede waits;
@@ -334,7 +334,7 @@ class SlotCache:
     return len(self._sequences[slot].pages) * self.settings.page_size
 
   def youngest(self, slot: int) -> int:
-    """Of the slots that share their pages with this one, that placed last."""
+    """Returns the most recently admitted slot on the same shard."""
     shard = self.shard_of(slot)
     for other in reversed(self._sequences):
       if self.shard_of(other) == shard:
@@ -417,7 +417,7 @@ class SlotCache:
       rows: int,
       bucket: int,
   ) -> Pieces:
-    """Those chosen of each shard, as one program takes them."""
+    """Arranges the chosen pieces of each shard as one program takes them."""
     s, total = self.settings, self.shards * rows
     pieces = Pieces(
         ids=np.zeros((total, bucket), np.int32),
@@ -447,7 +447,7 @@ class SlotCache:
     )
 
   def _keys(self, tokens: np.ndarray) -> list[Hashable]:
-    """One for each page that the tokens begin."""
+    """Returns a key for each page that the tokens begin."""
     page = self.settings.page_size
     parts = range(0, len(tokens), page)
     tokens = np.ascontiguousarray(tokens, np.int32)

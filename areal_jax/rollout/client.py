@@ -18,14 +18,14 @@ from areal_jax.types import Completion, Purpose, Request
 
 
 class Client(Protocol):
-  """What a workflow needs of an engine."""
+  """The protocol that a workflow needs of an engine."""
 
   async def generate(self, request: Request) -> Completion:
     """The completion of one request; weights may change meanwhile."""
 
 
 class Replica(Protocol):
-  """What the client needs of an engine loop; `loop.EngineLoop` is one."""
+  """The protocol that the client needs of an engine loop."""
 
   load: int  # requests queued or running
 

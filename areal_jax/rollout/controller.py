@@ -57,7 +57,7 @@ class Draws(Protocol):
 
 
 class Buffer(Protocol):
-  """What the controller needs of a place for finished groups."""
+  """The protocol of a buffer for finished groups."""
 
   groups: tuple[Group, ...]
 
@@ -363,7 +363,7 @@ class Controller:
     )
 
   def explain(self) -> str:
-    """Who waits for whom: the terms of the ledger, then groups by age.
+    """Describes who waits for whom: the ledger's terms, then groups by age.
 
     Any thread may ask: what moves meanwhile may be told half.
     """
@@ -548,7 +548,7 @@ class Controller:
     return 'workflow', 'stop'
 
   def _has_room(self) -> bool:
-    """Whether one group more may be under way."""
+    """Returns whether one more group may run."""
     missing = sum(self._missing.values())
     return missing <= (self._max_running - 1) * self._group_size
 

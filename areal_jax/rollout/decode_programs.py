@@ -198,7 +198,7 @@ class DecodePrograms:
     return dataclasses.replace(state, **jax.tree.map(put, held, changes))
 
   def generate(self, params, state, tables, k, slots=None):
-    """Of all slots, or of `slots` [R], whose tables then are [R, P]."""
+    """Decodes all slots, or `slots` [R] with tables [R, P]."""
     c, most, at = self.config, self.settings.steps, self._inside()
     params = parameters.layers_apart(c, params, **at)
     vocabulary = jnp.arange(c.padded_vocab_size)

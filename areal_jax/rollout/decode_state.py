@@ -63,7 +63,7 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class StepResult:
-  """What up to k decode steps brought, slot by slot."""
+  """The result of up to k decode steps, slot by slot."""
 
   drawn: sampling.Drawn  # of [S, k]
   valid: Array  # [S, k] bool, whether the slot drew this token

@@ -72,7 +72,7 @@ class DispatchChoice:
     return None
 
   def steps(self, awaited: bool) -> int:
-    """How many steps the next dispatch takes.
+    """Chooses the number of decode steps of the next dispatch.
 
     Args:
       awaited: whether requests wait for slots.

@@ -243,7 +243,7 @@ class Engine:
       tables: np.ndarray | None = None,
       slots: np.ndarray | None = None,
   ) -> tuple[DecodeState, StepResult]:
-    """Up to k decode steps in one dispatch; ends early when no slot is active.
+    """Runs up to k decode steps in one dispatch; ends when no slot is active.
 
     With `slots`, the others stand still, and S is R in what is returned.
 
@@ -381,7 +381,7 @@ class Engine:
 
 
 def sends() -> contextlib.AbstractContextManager:
-  """Around a program that takes numpy arrays: here they are meant to be sent.
+  """Permits host-to-device transfer of a program's arguments.
 
   A loop may refuse all else that is sent (`jax.transfer_guard`). A program
   takes its arguments along in 20 us; `device_put` ahead of it needs 107.

@@ -69,7 +69,7 @@ class LaidOut:
 def plan(
     programs: EnginePrograms, weights: Params, exact: bool = False
 ) -> dict[str, list[Planned]]:
-  """What to compile for weights of these shapes, as `Programs.plan` takes it.
+  """Lists what to compile for weights of these shapes, for `Programs.plan`.
 
   What the first answers need comes first. Prompts that come one by one can be
   computed by the programs for several. Pieces longer than a prompt are for

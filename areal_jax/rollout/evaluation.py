@@ -38,7 +38,7 @@ Vote = Callable[[str], Hashable | None]
 
 @dataclasses.dataclass
 class EvaluationSettings:
-  """What is evaluated: before the first update, between, and at the end.
+  """Settings of evaluations before, during and after training.
 
   Attributes:
     every: steps from one evaluation to the next while training goes on; 0 for
@@ -131,7 +131,7 @@ class EvaluationSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """One answer of an evaluation.
+  """An answer of an evaluation.
 
   Attributes:
     draw_index: place of its problem among the evaluation problems.
@@ -159,7 +159,7 @@ class Answer:
 
   @property
   def counts(self) -> bool:
-    """Whether it is known to be right or wrong."""
+    """Returns whether the answer is known to be right or wrong."""
     return self.status in (RewardStatus.OK, RewardStatus.UNPARSEABLE)
 
   def right(self, threshold: float) -> bool:

@@ -65,7 +65,7 @@ class Evaluator:
     stop_all(self.loops)
 
   def explain(self) -> str:
-    """What each loop does and who waits for it, in lines."""
+    """Describes what each loop does and who waits for it, a line each."""
     return '\n  '.join(loop.explain() for loop in self.loops)
 
   def check(self) -> None:
@@ -166,7 +166,7 @@ async def _answer(
     version: int,
     decode: Callable[[np.ndarray], str],
 ) -> Answer:
-  """One answer, or the record of why there is none."""
+  """Generates and scores one answer, or records why there is none."""
   detail, said = '', None
   call = call_workflow(workflow, draw, sample, version)
   try:
@@ -207,7 +207,7 @@ async def _answer(
 def _last_text(
     trajectory: Trajectory, decode: Callable[[np.ndarray], str]
 ) -> str:
-  """What was said last, up to the stop id or stop string that ended it."""
+  """Returns the last answer, up to the stop id or stop string that ended it."""
   last = [s for s in trajectory.segments if s.kind == 'sampled'][-1]
   stopped = last.stop_reason is StopReason.STOP
   ids = trajectory.ids[last.start : last.start + last.length - stopped]

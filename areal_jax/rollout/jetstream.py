@@ -91,7 +91,7 @@ class Prompt:
 
 
 class JetStreamEngine(engine_api.Engine):
-  """One policy as JetStream's orchestrator wants it.
+  """Adapts one policy to JetStream's orchestrator.
 
   Args:
     engine: its programs.
@@ -188,7 +188,7 @@ class JetStreamEngine(engine_api.Engine):
   def generate(
       self, params: Params, decode_state: DecodeState
   ) -> tuple[DecodeState, engine_api.ResultTokens]:
-    """One decode step of all slots."""
+    """Runs one decode step of all slots."""
     state, result = self._taking_turns(
         self._prefixes.generate, params, decode_state
     )
@@ -204,7 +204,7 @@ class JetStreamEngine(engine_api.Engine):
     )
 
   def get_prefix_destination_sharding(self) -> jax.sharding.NamedSharding:
-    """Where prefixes of another engine would go: whole, to every device."""
+    """Returns the sharding of prefixes from other engines: whole everywhere."""
     whole = jax.sharding.PartitionSpec()
     return jax.sharding.NamedSharding(self._engine.mesh, whole)
 
@@ -228,7 +228,7 @@ class JetStreamEngine(engine_api.Engine):
 
   @property
   def max_prefill_length(self) -> int:
-    """What JetStream pads the longest prompt to: a power of two from 16 on."""
+    """Returns the longest padded prompt of JetStream, a power of two."""
     longest = self._engine.settings.max_prompt_length
     return max(16, 1 << (longest - 1).bit_length())
 

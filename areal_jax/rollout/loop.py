@@ -71,13 +71,13 @@ class Weights:
   params: Params
 
   def ready(self) -> bool:
-    """Whether the transfer has arrived."""
+    """Returns whether the transfer has arrived."""
     return all(leaf.is_ready() for leaf in jax.tree.leaves(self.params))
 
 
 @dataclasses.dataclass
 class LoopCounts:
-  """What a loop has done since it started. Read by others, written by it."""
+  """Counters of a loop since it started; only the loop writes them."""
 
   tokens: int = 0
   steps: int = 0
@@ -284,11 +284,11 @@ class EngineLoop:
     return len(self._queue) + len(self._slots.occupied())
 
   def failure(self) -> BaseException | None:
-    """What ended the thread, if it ended by itself and for good."""
+    """Returns the exception that ended the thread, or None."""
     return self._failure
 
   def health(self) -> Health:
-    """Whether it can be counted on; any thread may ask, and never waits.
+    """Returns the loop's state; any thread may call it, and it never waits.
 
     'waiting' for requests or weights; 'busy' with whatever `explain` names,
     however long it takes, weights on their way included; 'dead' once nobody
@@ -299,7 +299,7 @@ class EngineLoop:
     return 'waiting' if self._doing[0] in (_NOTHING, _WAITS) else 'busy'
 
   def explain(self) -> str:
-    """What it does and who waits for it; any thread may ask."""
+    """Describes what the loop does and who waits; any thread may call it."""
     now = time.monotonic()
     doing, since = self._doing
     if self.health() == 'dead':
@@ -862,5 +862,5 @@ def require_living(loops: Sequence[EngineLoop], evicts: bool) -> None:
 
 
 def _others() -> contextlib.AbstractContextManager:
-  """Around calls of others, who may send to devices what they like."""
+  """Allows implicit transfers while user callbacks run."""
   return jax.transfer_guard('allow')

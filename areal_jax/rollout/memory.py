@@ -86,7 +86,7 @@ def estimate(
     merges: ModelConfig | None = None,
     turns: bool = False,
 ) -> Estimate:
-  """What one replica holds at once.
+  """Estimates what one replica holds at once.
 
   A decode state and weights; if it generates for training, the weights that
   arrive; if evaluation goes on meanwhile, weights and a decode state for that.

@@ -64,7 +64,7 @@ class Pace:
     return int(ks[rate >= rate.max() * (1 - 1e-9)].max())
 
   def _seconds(self, ks: np.ndarray) -> np.ndarray | None:
-    """What dispatches of so many steps cost; None as long as none was seen."""
+    """Returns the cost of a dispatch of `steps`; None if none was seen."""
     n, k, square, seconds, product = self._sums
     if not n:
       return None

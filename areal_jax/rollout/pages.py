@@ -69,7 +69,7 @@ class PagePool:
     return len(self._idle)
 
   def holders(self, page: int) -> int:
-    """How many hold it."""
+    """Returns the number of holders of a page."""
     return self._holders[page]
 
   def take(self, count: int) -> list[int]:
@@ -94,14 +94,14 @@ class PagePool:
     return taken
 
   def share(self, pages: Iterable[int]) -> None:
-    """One holder more for each of them."""
+    """Adds a holder to each page."""
     for page in pages:
       if not self._holders[page]:
         del self._idle[page]
       self._holders[page] += 1
 
   def give_back(self, pages: Sequence[int]) -> None:
-    """One holder less for each of a sequence's pages, first to last."""
+    """Removes a holder from each page of a sequence, first to last."""
     for page in reversed(pages):
       self._holders[page] -= 1
       if self._holders[page]:
@@ -121,7 +121,7 @@ class PagePool:
     return found
 
   def knows(self, keys: Iterable[Hashable]) -> int:
-    """How many pages `find` would find; nobody holds them for that."""
+    """Counts the pages that `find` would find, without holding them."""
     return len(self._known(keys))
 
   def remember(self, keys: Iterable[Hashable], pages: Iterable[int]) -> None:
@@ -143,7 +143,7 @@ class PagePool:
       node = child
 
   def forget(self) -> None:
-    """Nothing is known any more; what is held stays held."""
+    """Forgets all known pages; pages that are held stay held."""
     self._root = _Node(None, -1, None)
     self._nodes.clear()
     self._free.extend(self._idle)

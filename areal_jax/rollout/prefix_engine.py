@@ -144,7 +144,7 @@ class PrefixEngine:
   def generate(
       self, params: Params, decode_state: DecodeState
   ) -> tuple[DecodeState, StepResult]:
-    """One decode step of all slots."""
+    """Runs one decode step of all slots."""
     return self.engine.generate_steps(params, decode_state, 1)
 
   def _prefill_program(self, params, padded_tokens, true_length):

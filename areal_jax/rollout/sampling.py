@@ -79,7 +79,7 @@ def stream_key(words: Array) -> Array:
 
 @dataclasses.dataclass
 class SamplingFeatures:
-  """What requests may ask of one engine beyond what costs nothing; static.
+  """Sampling features that an engine is built for; static.
 
   Temperature, top-k, top-p, min-p, least length, stop ids and seeds are always
   there.
@@ -146,7 +146,7 @@ class SamplingFeatures:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Choice:
-  """How S slots choose; what the engine is not built for is None."""
+  """Sampling parameters of S slots; None where the engine lacks the feature."""
 
   temperature: Array  # [S] float32, 0 is greedy
   top_k: Array  # [S] int32, 0 is off
@@ -169,7 +169,7 @@ class Choice:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Counts:
-  """What the slots have said."""
+  """Counts of the tokens that the slots have sampled."""
 
   seen: Array  # [S, V] bool, in prompt or answer
   answered: Array  # [S, V] int32, times in the answer
@@ -178,7 +178,7 @@ class Counts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Drawn:
-  """One token a slot, and what is told about it. Log-probs in nats."""
+  """A sampled token for each slot, with its log-probs in nats."""
 
   tokens: Array  # [S] int32
   logps: Array  # [S] float32, of the distribution drawn from

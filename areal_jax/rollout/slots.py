@@ -74,7 +74,7 @@ class Running:
     return np.concatenate([prompt, *self.ids]).astype(np.int32, copy=False)
 
   def add(self, ids: np.ndarray, logps: np.ndarray, version: int) -> None:
-    """What a dispatch brought."""
+    """Adds the result of a dispatch."""
     self.ids.append(ids)
     self.logps.append(logps)
     self.versions.append(version)

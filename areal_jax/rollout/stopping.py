@@ -18,7 +18,7 @@ from areal_jax.types import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-  """Where a stop string has ended an answer.
+  """The place where a stop string ended an answer.
 
   Attributes:
     string: which one.

@@ -50,7 +50,7 @@ class MemberFailed(Exception):
 
 
 class Workflow(Protocol):
-  """One member of a group: a draw and a sample number to a trajectory."""
+  """The protocol of a workflow: draw and sample number to a trajectory."""
 
   async def __call__(
       self, draw: Draw, sample: int, admitted_version: int

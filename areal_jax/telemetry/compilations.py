@@ -31,7 +31,7 @@ _here = threading.local()  # .ahead: what this thread compiles is warm-up
 
 @contextlib.contextmanager
 def ahead_of_time() -> Iterator[None]:
-  """What this thread builds inside is warm-up, for every counter."""
+  """Counts compilations of this thread as warm-up, for every counter."""
   _here.ahead = True
   try:
     yield
@@ -81,7 +81,7 @@ class CompilationCounter:
       self._installed = False
 
   def mark_warm(self) -> None:
-    """From here on every shape should have been seen, or be planned for."""
+    """Ends warm-up: later compilations of unplanned shapes are counted."""
     with self._lock:
       self._warm = True
       self.since_warm = 0

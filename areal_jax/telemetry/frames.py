@@ -35,7 +35,7 @@ _SAMPLE_KEYS = (
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a run wrote.
+  """The files of a run as frames.
 
   Attributes:
     folder: where it lies.
@@ -68,7 +68,7 @@ class Run:
 
   @functools.cached_property
   def groups(self) -> pd.DataFrame:
-    """One row a draw, indexed by `draw_index`.
+    """Returns a row a draw, indexed by `draw_index`.
 
     `admitted_version`; `admitted_s`, `finished_s`, `dropped_s` in the seconds
     of `events`; `members` with a score and `failed` ones; `dropped`, the reason
@@ -92,7 +92,7 @@ class Run:
     return float(waits.start.min()), float(steps.end.max())
 
   def shares(self) -> pd.DataFrame:
-    """Who did what, and who waited for whom, while training went on.
+    """Returns the shares of time that each part worked or waited in training.
 
     Index `who` ('trainer', 'engine 0', ...), columns what it did, as shares of
     the time between the first and the last step; each row adds up to 1.
@@ -159,7 +159,7 @@ def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-  """One row a step: an evaluation is a row of its own in the file."""
+  """Returns a row a step; in the file an evaluation is a row of its own."""
   merged: dict[int, dict[str, Any]] = {}
   for row in rows:
     into = merged.setdefault(row['step'], {'nonfinite': ()})

@@ -86,7 +86,7 @@ class Health:
     ]
 
   def state(self) -> dict[str, dict[str, Any]]:
-    """What `restore` needs, as JSON."""
+    """Returns what `restore` needs, as JSON."""
     return {name: dict(seen) for name, seen in self._seen.items()}
 
   def restore(self, state: Mapping[str, Mapping[str, Any]]) -> None:

@@ -54,7 +54,7 @@ def plain(value: Any) -> Any:
 
 
 def line(value: Mapping[str, Any]) -> str:
-  """One row of a log: compact strict JSON and a line end."""
+  """Formats a row of a log as compact strict JSON with a line end."""
   try:
     # Most rows have nothing but what JSON knows, and `plain` takes three times
     # as long as encoding; a run writes some hundred rows a second.

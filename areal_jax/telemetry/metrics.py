@@ -16,7 +16,7 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-  """One number that a run reports; None leaves a side of its range open.
+  """The definition of one metric; None leaves a side of its range open.
 
   `advice` is what a run says when the number leaves its range (`health.py`);
   without it the run says nothing.

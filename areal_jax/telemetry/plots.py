@@ -152,7 +152,7 @@ def curves(run: Run) -> Figure:
 
 
 def compare(runs: Mapping[str, Run], name: str, label: str) -> Figure:
-  """One metric of several runs over their steps.
+  """Plots one metric of several runs over their steps.
 
   Args:
     runs: by what the legend calls them; the first is drawn boldest.
@@ -179,7 +179,7 @@ def compare(runs: Mapping[str, Run], name: str, label: str) -> Figure:
 
 
 def staleness(run: Run) -> Figure:
-  """How old tokens, and the oldest token of each answer, were in training.
+  """Plots the staleness of tokens, and of the oldest token of each answer.
 
   Shares over the answers in samples.jsonl.
   """
@@ -290,7 +290,7 @@ def lengths(run: Run) -> Figure:
 
 
 def shares(run: Run) -> Figure:
-  """Who waited for whom: a bar of `Run.shares` for trainer and engines."""
+  """Plots who waited for whom: a bar of `Run.shares` for each part."""
   table = run.shares()
   figure = _figure(8.0, 1.3 + 0.5 * len(table))
   axes = figure.subplots()
@@ -320,7 +320,7 @@ def shares(run: Run) -> Figure:
 
 
 def timeline(run: Run, step: int) -> Figure:
-  """What every lane did during one training step, wait for groups included.
+  """Plots what every lane did during one training step, waits included.
 
   Decoding is coloured by the version that decodes.
 

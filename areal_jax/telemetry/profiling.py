@@ -38,7 +38,7 @@ from areal_jax.config import require
 
 @dataclasses.dataclass
 class ProfilingSettings:
-  """What is profiled; steps count from 1, and 0 stands for none.
+  """Settings of profiling; steps count from 1, and 0 stands for none.
 
   Attributes:
     first_step: first step of the trace.

@@ -42,7 +42,7 @@ _patient: set[Programs] = set()  # have something that comes behind it
 
 
 class Programs:
-  """What an engine or trainer has compiled, compiles and is to compile."""
+  """The programs of an engine or trainer: compiled, compiling and planned."""
 
   def __init__(self):
     self._executor: concurrent.futures.ThreadPoolExecutor | None = None
@@ -102,7 +102,7 @@ class Programs:
         self._start()
 
   def ready(self, name: Name) -> bool:
-    """Whether a call would not wait: it is done, failed, or not planned."""
+    """Returns whether a call would not wait."""
     future = self._begun.get(name)
     if future:
       return future.done()
@@ -177,7 +177,7 @@ class Programs:
     return None if doing is None else (text_of(doing[0]), doing[1])
 
   def explain(self) -> str:
-    """What is being compiled and since when; empty if nothing is."""
+    """Describes what is being compiled and since when; empty if nothing is."""
     doing = self._doing
     if doing is None:
       return ''

@@ -164,7 +164,7 @@ class Progress:
 
 
 def _fit(parts: list[str], width: int | None) -> str:
-  """As many parts as fit, from the first."""
+  """Joins as many parts as fit, from the first."""
   while width is not None and len(parts) > 1 and len(' | '.join(parts)) > width:
     parts = parts[:-1]
   return ' | '.join(parts)[:width]

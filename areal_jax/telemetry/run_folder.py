@@ -92,7 +92,7 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
 
 def rss_bytes() -> int:
-  """What this process holds resident now, in bytes; children are not in it."""
+  """Returns the resident memory of this process in bytes, without children."""
   pages = pathlib.Path('/proc/self/statm')
   if pages.exists():
     return int(pages.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')

@@ -75,7 +75,7 @@ class LimitedLog:
     self._size += len(line)
 
   def _ends_with_note(self) -> bool:
-    """Whether an earlier attempt met the limit in this file."""
+    """Returns whether an earlier attempt met the limit in this file."""
     self._file.seek(max(0, self._size - len(self._note)))
     return self._file.read() == self._note
 

@@ -246,7 +246,7 @@ class Schedule:
     return self._read(self._batches[step])
 
   def outcome(self, step: int) -> dict[str, float] | None:
-    """What training said of a step; None where it did not come to its end."""
+    """Records the outcome of a step; None where the step did not finish."""
     frame = self._outcomes.get(step)
     return None if frame is None else self._read(frame)
 

@@ -54,7 +54,7 @@ def write_trace(
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-  """One event of the log, in microseconds.
+  """An event of the log, in microseconds.
 
   They are whole: floats would make a span that ends with its parent end a
   little later now and then, and the two would count as overlapping.
@@ -150,7 +150,7 @@ def _first_fit(opened: list[list[_Mark]], mark: _Mark) -> int:
 
 
 def _may_hold(outer: _Mark, inner: _Mark) -> bool:
-  """Whether one span can be a part of the other, and not its neighbour.
+  """Returns whether one span can be a part of the other.
 
   A short score that falls into the time of a long one is no part of it.
   """

@@ -56,7 +56,7 @@ class Minibatch:
 
 @dataclasses.dataclass(frozen=True)
 class BatchScores:
-  """What networks say of a batch before it is trained on.
+  """Log-probs and values of a batch before it is trained on.
 
   Attributes:
     values: [T_i] of the critic for each trajectory; None without one.

@@ -51,7 +51,7 @@ class CheckpointError(RuntimeError):
 
 @dataclasses.dataclass
 class CheckpointSettings:
-  """When the state of a run is saved, and what is kept.
+  """Settings of when the state of a run is saved, and what is kept.
 
   Attributes:
     every: steps from one to the next; 0 for none but the last.
@@ -98,7 +98,7 @@ class CheckpointSettings:
     return self.keep_best.startswith('eval_')
 
   def due(self, step: int, last: int) -> bool:
-    """Whether this step is saved, in a run whose last step is `last`."""
+    """Returns whether a step is saved, in a run whose last step is `last`."""
     if step == last and self.at_end:
       return True
     return self.every > 0 and step % self.every == 0
@@ -164,7 +164,7 @@ def absolute(path: epath.PathLike) -> epath.Path:
 
 
 def is_one(path: epath.PathLike) -> bool:
-  """Whether a path is meant to be a checkpoint, whole or not."""
+  """Returns whether a path is meant to be a checkpoint, whole or not."""
   path = epath.Path(path)
   return (path / MANIFEST).exists() or (path / COMMITTED).exists()
 

@@ -129,7 +129,7 @@ def _difference(
     leaf: jax.ShapeDtypeStruct,
     lengths: Mapping[str, tuple[int, int]],
 ) -> str:
-  """What is wrong with a saved tensor; empty if nothing is."""
+  """Describes what is wrong with a saved tensor; empty if nothing is."""
   if name not in saved.tensors:
     return f'tensor {name} is missing'
   dtype, shape = saved.tensors[name]

@@ -150,11 +150,11 @@ class Checkpointer:
 
   @property
   def busy(self) -> bool:
-    """Whether one is being written."""
+    """Returns whether a checkpoint is being written."""
     return self._pending is not None and not self._pending[1].done()
 
   def explain(self) -> str:
-    """What is being written, for how long; any thread may ask."""
+    """Describes what is being written; any thread may call it."""
     pending = self._pending
     if pending is None or pending[1].done():
       return 'no checkpoint is being written'

@@ -21,7 +21,7 @@ from areal_jax.train.optimizer import OptimizerSettings
 
 @dataclasses.dataclass
 class CriticSettings:
-  """How the critic learns; there is one where `advantages.critic` is set.
+  """Settings of the critic, which exists where `advantages.critic` is set.
 
   Attributes:
     warmup_steps: steps at the start of a run in which the critic learns alone:

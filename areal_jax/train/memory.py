@@ -81,7 +81,7 @@ def estimate(
     rules: Rules,
     reference: ModelConfig | None = None,
 ) -> Estimate:
-  """What a trainer of these settings holds at once; see `Trainer`."""
+  """Estimates what a trainer of these settings holds at once; see `Trainer`."""
   roles, gradients, offloaded = {}, 0, 0
   for step in build_steps(config, settings, mesh, rules, reference):
     if step is None:

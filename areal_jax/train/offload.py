@@ -25,7 +25,7 @@ _PINNED = 'pinned_host'
 
 @dataclasses.dataclass
 class Offloaded:
-  """What was moved, the last time each way.
+  """Counts of the last move each way.
 
   Attributes:
     bytes: of all arrays, over all devices.
@@ -38,7 +38,7 @@ class Offloaded:
   in_s: float = 0.0
 
   def metrics(self) -> dict[str, float]:
-    """By the names of the metrics."""
+    """Returns the counts by the names of the metrics."""
     return {
         'offloaded_bytes': self.bytes,
         'offload_s': self.out_s + self.in_s,

@@ -205,7 +205,7 @@ def _adamw(
 def _adafactor(
     settings: OptimizerSettings, rate: optax.Schedule
 ) -> optax.GradientTransformation:
-  """Not `optax.adafactor`, whose decay is not multiplied by the rate."""
+  """Builds Adafactor; `optax.adafactor` does not multiply decay by the rate."""
   return optax.chain(
       optax.scale_by_factored_rms(min_dim_size_to_factor=_LEAST_TO_FACTOR),
       optax.clip_by_block_rms(1.0),

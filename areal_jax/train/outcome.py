@@ -14,7 +14,7 @@ class NonFiniteError(FloatingPointError):
 
 @dataclasses.dataclass(frozen=True)
 class UpdateOutcome:
-  """What came of one minibatch, numpy values.
+  """The outcome of one minibatch, as numpy values.
 
   Attributes:
     applied: whether parameters moved.

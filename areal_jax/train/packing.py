@@ -198,7 +198,7 @@ def cover(needed: int, numbers: Sequence[int]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where a sequence lies: row `row` of a microbatch, from token `start` on."""
+  """The place of a sequence: row of a microbatch, from token `start` on."""
 
   microbatch: int
   row: int
@@ -208,7 +208,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Where all sequences of a minibatch lie.
+  """The places of all sequences of a minibatch.
 
   Example: lengths (3, 2) with rows of 6 tokens, one a microbatch, have the
   shapes (Shape(1, 6),) and the places (0, 0, 0, 1) and (0, 0, 3, 2).

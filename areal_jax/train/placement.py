@@ -19,7 +19,7 @@ NetworkKind = Literal['policy', 'value', 'reward']
 def moment_shardings(
     moments: PyTree, learns: PyTree, otherwise: NamedSharding
 ) -> PyTree:
-  """Where the state of an optimizer lives.
+  """Returns the shardings of an optimizer's state.
 
   Moments have the names of their parameters at the end of their own, whatever
   the optimizer. Those of the same shape lie as their parameter does; others

@@ -36,7 +36,7 @@ Report = Callable[[int, float], None]
 
 @dataclasses.dataclass
 class PreferenceSettings:
-  """How a network learns from pairs.
+  """Settings of learning from pairs.
 
   Attributes:
     kind: of the policy's loss, see `losses/supervised.py`.

@@ -164,7 +164,7 @@ class Pretrained:
 
 
 def find(path: str, at: str) -> Pretrained:
-  """What lies at a path.
+  """Finds the policy at a path.
 
   Args:
     path: the setting's value.

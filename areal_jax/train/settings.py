@@ -14,7 +14,7 @@ from areal_jax.train.packing import PackingSettings
 
 @dataclasses.dataclass
 class TrainSettings:
-  """How a batch of groups becomes updates.
+  """Settings of the way from a batch of groups to updates.
 
   Attributes:
     minibatches: updates a step; groups are dealt out to them in order. The
@@ -49,12 +49,12 @@ class TrainSettings:
 
   @property
   def needs_reference(self) -> bool:
-    """Whether there is a KL term, in the loss or in the reward."""
+    """Returns whether there is a KL term, in the loss or in the reward."""
     return max(self.loss.kl_coefficient, self.advantages.kl_coefficient) > 0
 
   @property
   def recomputes_proximal(self) -> bool:
-    """Whether minibatches after the first need a forward pass more."""
+    """Returns whether later minibatches need one more forward pass."""
     return self.minibatches > 1 and self.loss.proximal == 'exact'
 
   @property

@@ -52,7 +52,7 @@ class Counters:
 )
 @dataclasses.dataclass(frozen=True)
 class Role:
-  """One network: the part that learns, the part that does not, its optimizer.
+  """A network: its trainable part, its frozen part and its optimizer.
 
   A policy has everything trainable, or its adapters alone; a critic everything.
   A reference has everything frozen, or its adapters, over the base of a policy.

@@ -215,7 +215,7 @@ class TrainStep:
     self.ahead.plan(work)
 
   def programs(self, *more: str) -> list[tuple[str, Shape | None]]:
-    """What `warm_up` compiles: names, and shapes of what takes a microbatch.
+    """Lists what `warm_up` compiles: names, and shapes of microbatches.
 
     In the order of need: what every step calls, with the largest microbatch,
     and then the same for smaller ones.
@@ -237,7 +237,7 @@ class TrainStep:
     return found + [(name, shape) for shape in others for name in of_shapes]
 
   def trace(self, name: str, shape: Shape | None) -> jax.stages.Traced:
-    """One of `programs`, from shapes: nothing is compiled, no device used."""
+    """Traces one of `programs` from shapes, without any device."""
     function, arguments, donated, placed = self._plan(name, shape)
     jitted = jax.jit(function, donate_argnums=donated, out_shardings=placed)
     return jitted.trace(*arguments)
@@ -364,7 +364,7 @@ class TrainStep:
   def apply(
       self, state: TrainState, total: PyTree, *, teaches: bool
   ) -> tuple[TrainState, PyTree]:
-    """One optimizer update.
+    """Applies one optimizer update.
 
     Args:
       state: the network that learns is donated, other roles are kept.
@@ -443,7 +443,7 @@ class TrainStep:
     return Role(learns, stays, self._optimizer.init(learns), counters)
 
   def _partition(self, params: PyTree) -> tuple[PyTree, PyTree]:
-    """What learns and what stays; heads learn with the whole of their trunk."""
+    """Splits into trainable and frozen; heads train with their trunk."""
     if self._kind != 'policy':
       return params, {}
     return parameters.partition(self._config, params)
@@ -493,7 +493,7 @@ class TrainStep:
     return max(1, self._logit_bytes // of_position)
 
   def _score(self, params: PyTree, batch: Batch) -> Array:
-    """What `score` returns, of any kind of network."""
+    """Computes what `score` returns, for any kind of network."""
     if self._kind == 'policy':
       return self._logps(self._config, params, batch)[0]
     said = (heads.values if self._kind == 'value' else heads.scores)(

@@ -188,7 +188,7 @@ def _sample_size(
 def _gaps(
     stats: Mapping[str, float | np.ndarray], age: int
 ) -> dict[str, float]:
-  """How far engine and trainer are apart on the tokens of an age."""
+  """Computes the gap between engine and trainer on tokens of one age."""
   tokens = stats['age_tokens_sum'][age]
   if not tokens:
     return {}

@@ -31,7 +31,7 @@ Demonstration = tuple[Sequence[int], Sequence[int]]
 
 @dataclasses.dataclass
 class WarmStartSettings:
-  """How long and how the policy imitates before reinforcement learning.
+  """Settings of supervised training before reinforcement learning.
 
   Attributes:
     steps: updates; 0 leaves the policy as it is.
@@ -141,7 +141,7 @@ def run_updates(
     report_every: int,
     on_report: Callable[[int, float], None] | None = None,
 ) -> TrainState:
-  """One update a batch, read back once in a while.
+  """Runs an update a batch, and reads the loss now and then.
 
   Args:
     step: its programs.

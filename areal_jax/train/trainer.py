@@ -229,7 +229,7 @@ class Trainer:
     return self.state.policy.trainable
 
   def state_shardings(self) -> TrainState:
-    """Where the parts of the state live, to place a loaded one."""
+    """Returns the shardings of the state, to place a loaded one."""
     state = self._step.state_shardings()
     if self._critic is None:
       return state
@@ -263,7 +263,7 @@ class Trainer:
 
   @property
   def reads_first(self) -> bool:
-    """Whether a step has to wait for the one before in any case.
+    """Returns whether a step must always wait for the one before.
 
     Most steps hand out their work and wait for nothing: their numbers come in
     one transfer, by a thread. Four settings have to read before they can go on,
@@ -430,7 +430,7 @@ class Trainer:
   def _train_critic(
       self, state: TrainState, minibatches: Sequence[Minibatch]
   ) -> tuple[TrainState, list[Any]]:
-    """One update of the critic a minibatch; the state as it is without one."""
+    """Updates the critic once a minibatch; without one, changes nothing."""
     outcomes = []
     if self._critic is None:
       return state, outcomes
@@ -456,7 +456,7 @@ class Trainer:
   def _train_policy(
       self, state: TrainState, minibatches: Sequence[Minibatch]
   ) -> tuple[TrainState, list[Any]]:
-    """One update of the policy a minibatch."""
+    """Updates the policy once a minibatch."""
     settings = self._settings
     placed = [
         [self._placed(m, part.denominator) for m in part.microbatches]
