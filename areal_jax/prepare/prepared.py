@@ -139,8 +139,8 @@ class Prepared:
         ('evaluation', self.evaluation),
     ):
       ids = repr([self.prompts[p.id] for p in problems]).encode()
-      found[f'{split}load_task_problems'] = content_digest(problems)
-      found[f'{split}render_prompts'] = hashlib.blake2b(ids).hexdigest()[:32]
+      found[f'{split}_problems'] = content_digest(problems)
+      found[f'{split}_prompts'] = hashlib.blake2b(ids).hexdigest()[:32]
     return found
 
   @property
